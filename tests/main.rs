@@ -91,6 +91,7 @@ mod qemu_storage_daemon;
 mod qmp;
 mod qmp_hostile;
 mod qmp_qemu;
+mod quota;
 mod recipes;
 mod record;
 mod recorded_limits;

@@ -118,6 +118,8 @@ fn migration_keeps_settings_and_used_burst() {
          iops-total = 5\n\
          iops-total-max = 100\n\
          bps-total-per-gib = \"64G\"\n\
+         write-quota = \"1G per month\"\n\
+         quota-rate = \"1M\"\n\
          schedule = [{{ when = \"00:00-24:00\", iops-total = 5 }}]\n\
          prefetch = \"auto\"\n\
          l2-cache-size = \"1M\"\n\
@@ -142,6 +144,8 @@ fn migration_keeps_settings_and_used_burst() {
         "limits",
         "configured-limits",
         "schedule",
+        "write-quota",
+        "quota-rate",
         "prefetch",
         "size",
         "read-only",
@@ -149,6 +153,7 @@ fn migration_keeps_settings_and_used_burst() {
         assert_eq!(after[key], before[key], "{key}");
     }
     assert_eq!(after["image"], before["image"]);
+    assert_eq!(after["quota-status"]["writes"]["used-bytes"], 65_536, "{after}");
     b.io(&["read -P 7 0 64k"]);
     b.io(&vec!["read 0 512"; 20]);
     // A request may overrun the bucket, and clients send requests when they connect and disconnect.

@@ -11,7 +11,7 @@ use serde_json::{Number, Value};
 
 use crate::{
     ClusterLimits, DeviceCapacity, DiskMemory, ErrorCounts, ExportCounters, LatencyControlStatus,
-    LimitValues, ScheduleStatus,
+    LimitValues, QuotaStatus, ScheduleStatus,
 };
 
 /// Objects of one daemon at one moment.
@@ -136,6 +136,14 @@ pub struct MemberActivity {
     pub configured_limits: Option<LimitValues>,
     /// Schedule of the limits. Null without one.
     pub schedule: Option<ScheduleStatus>,
+    /// Bytes of reads and writes in each period (`2T per month`). Null without a quota.
+    pub quota: Option<String>,
+    /// Bytes of writes in each period. Null without a quota.
+    pub write_quota: Option<String>,
+    /// Limit while a quota is used up, in bytes per second. Null without a quota.
+    pub quota_rate: Option<u64>,
+    /// State of the quotas. Null without one.
+    pub quota_status: Option<QuotaStatus>,
     /// Weight among the members of its group.
     pub weight: u32,
     /// Operations per second that are reserved.

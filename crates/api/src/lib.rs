@@ -19,6 +19,7 @@ mod activity;
 mod cluster;
 mod commands;
 mod export_status;
+mod quota;
 mod status;
 mod status_json;
 
@@ -26,4 +27,5 @@ pub use activity::*;
 pub use cluster::*;
 pub use commands::*;
 pub use export_status::*;
+pub use quota::*;
 pub use status::*;

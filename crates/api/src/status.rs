@@ -10,6 +10,8 @@ use serde_json::Value;
 
 use crate::{ExportStatus, ServerStatus};
 
+use crate::QuotaStatus;
+
 /// Limits by the names of their options, in operations, bytes and seconds; those that are set.
 pub type LimitValues = BTreeMap<String, u64>;
 
@@ -421,6 +423,18 @@ pub struct MemberSettings {
     /// default.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub latency_floor: Option<String>,
+    /// Bytes of reads and writes in each period (`2T per month`). Absent without a quota.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub quota: Option<String>,
+    /// Bytes of writes in each period. Absent without a quota.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub write_quota: Option<String>,
+    /// Limit while a quota is used up, in bytes per second. Absent without a quota.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub quota_rate: Option<u64>,
+    /// State of the quotas. Absent without one.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub quota_status: Option<QuotaStatus>,
     /// Limits in force.
     pub limits: LimitValues,
     /// Limits as configured. Absent where the same limits are in force.

@@ -214,9 +214,12 @@ pub(crate) async fn add_group(
             .error("cluster", format!("{rule} (write [group.{name}], and `weir reload`)"))
             .into());
     }
-    if !group.schedule.entries.is_empty() {
+    // The new process of an upgrade would not receive them.
+    let of_file =
+        [("schedule", !group.schedule.entries.is_empty()), ("time-zone", group.schedule.time_zone.is_some())];
+    if let Some((key, _)) = of_file.into_iter().find(|(_, is_given)| *is_given) {
         let rule = format!("is for groups of the config file (write [group.{name}], and `weir reload`)");
-        return Err(group.error("schedule", rule).into());
+        return Err(group.error(key, rule).into());
     }
     add_group_object(registry, ReconcileReason::Add, group).await?;
     registry.groups.added_by_clients.borrow_mut().insert(name.to_owned());

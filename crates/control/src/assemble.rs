@@ -236,7 +236,7 @@ pub fn build_disk(
         .with_context(named)?
         .with_discards(planned.discard)
         .with_detect_zeroes(planned.detect_zeroes);
-    disk.throttle().set_scheduled(scheduled_now(&planned.schedule)).with_context(named)?;
+    disk.throttle().set_scheduled(scheduled_now(&planned.schedule, false)).with_context(named)?;
     disk.failures().set_policies(planned.on_error);
     // Prefetch before the memory reservation, whose size depends on it.
     disk.prefetch().set(planned.prefetch).with_context(named)?;

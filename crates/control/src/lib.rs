@@ -45,6 +45,7 @@ pub mod notify;
 pub mod openers;
 pub mod planned_export;
 pub mod qmp;
+pub mod quotas;
 pub mod reconcile;
 pub mod recording;
 pub mod registry;

@@ -410,24 +410,25 @@ impl Reconciliation<'_> {
             if self.leaves_unmet(Some(&group)) {
                 assemble::book_reservations(self.registry, &planned.name, &planned.settings)?;
                 if !planned.schedule.entries.is_empty() {
-                    group.set_scheduled(scheduled_now(&planned.schedule))?;
+                    group.set_scheduled(scheduled_now(&planned.schedule, false))?;
                 }
                 continue;
             }
             let now = MemberPlacement::current(&GroupOrDisk::Group(group));
             member_placements.push(MemberPlacement {
                 settings: self.group_settings(planned, &now.settings),
-                scheduled: scheduled_now(&planned.schedule),
+                scheduled: scheduled_now(&planned.schedule, now.scheduled.is_quota_used_up),
                 ..now
             });
         }
         for &index in &difference.kept_disks {
             let planned = &self.plan.disks[index];
-            let node = GroupOrDisk::Disk(Arc::clone(&self.registry.disks.get(&planned.name)?.disk));
+            let disk = Arc::clone(&self.registry.disks.get(&planned.name)?.disk);
+            let is_quota_used_up = disk.throttle().scheduled().is_quota_used_up;
             member_placements.push(MemberPlacement {
-                node,
+                node: GroupOrDisk::Disk(disk),
                 settings: self.disk_settings(planned),
-                scheduled: scheduled_now(&planned.schedule),
+                scheduled: scheduled_now(&planned.schedule, is_quota_used_up),
                 group: self.group_of(planned)?,
             });
         }

@@ -66,6 +66,7 @@ use super::{
     change::{ChangeListener, RegistryChange},
     devices::{DeviceWithDisks, DiskDevices},
     loaded_config::LoadedConfig,
+    quotas::QuotaCounters,
     recording::Recordings,
     structure_lock::StructureGuard,
 };
@@ -109,6 +110,8 @@ pub struct Registry {
     listeners: RefCell<Vec<ChangeListener>>,
     /// Recordings of requests.
     pub recordings: Rc<Recordings>,
+    /// Bytes counted against quotas by volume.
+    pub quotas: QuotaCounters,
     /// Events.
     pub events: EventLog,
     /// Counters of event deliveries.
@@ -151,6 +154,7 @@ impl Registry {
                 disk_of(this.clone()),
                 has_group_of(this.clone()),
             ),
+            quotas: QuotaCounters::default(),
             events: EventLog::default(),
             deliveries: OnceCell::new(),
         });
@@ -225,6 +229,18 @@ impl Registry {
     /// [`Registry::check_devices`] resolves no device.
     pub fn read_capacities(&self, state: Option<&Path>) {
         self.devices.get_or_init(|| DiskDevices::new(state));
+    }
+
+    /// Counts bytes against quotas by volume since the last sample; true if there is a quota.
+    pub(crate) fn sample_quotas(&self) -> bool {
+        self.quotas.sample(&self.disks.block_disks(), &self.groups.all(), &self.events)
+    }
+
+    /// Counts the last bytes against quotas, and stores the counts before the process ends.
+    pub async fn store_quotas(&self) {
+        if self.sample_quotas() {
+            self.quotas.save().await;
+        }
     }
 
     /// After each change, resolves the devices of the changed disk or group, once per name and pass

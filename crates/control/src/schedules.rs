@@ -1,11 +1,13 @@
-//! Puts the entries of schedules in force as time passes: the only place that follows the clock.
+//! Puts the entries of schedules and the limits of used-up quotas in force as time passes: the only
+//! place that follows the clock.
 //!
 //! ```text
 //!   next change of a schedule, a minute, a changed setting ──► state of each schedule ──► throttle node
+//!   a second, if there is a quota ──► `quotas`: used up or not ───────────────────────────────┘
 //! ```
 //!
 //! The clock of the host may step, so no wait is longer than a minute: an entry holds at most that
-//! much too long. Nothing runs while there is no schedule.
+//! much too long. Nothing runs while there is neither a schedule nor a quota.
 
 use std::{
     collections::HashMap,
@@ -24,7 +26,7 @@ use policy::{
 use reactor::JoinHandle;
 use settings::schedule;
 
-use super::{change::RegistryChange, registry::Registry};
+use super::{change::RegistryChange, quotas::SAMPLE_INTERVAL, registry::Registry};
 
 /// Longest time until a step of the host's clock is noticed.
 const MAX_WAIT: Duration = Duration::from_secs(60);
@@ -37,15 +39,15 @@ type KnownFailures = HashMap<String, (Option<usize>, String)>;
 /// Puts the state of a schedule in force for a disk or a group.
 type SetScheduled<'a> = &'a dyn Fn(ScheduledLimits) -> Result<(), ThrottleError>;
 
-/// A schedule with the entry that holds now.
-pub(crate) fn scheduled_now(schedule: &LimitSchedule) -> ScheduledLimits {
+/// A schedule with the entry that holds now, and the state of the quota.
+pub(crate) fn scheduled_now(schedule: &LimitSchedule, is_quota_used_up: bool) -> ScheduledLimits {
     let state = schedule::state_now(schedule).unwrap_or_default();
-    ScheduledLimits { schedule: Arc::new(schedule.clone()), state }
+    ScheduledLimits { schedule: Arc::new(schedule.clone()), state, is_quota_used_up }
 }
 
 /// State of a schedule for clients; `None` without entries.
 pub fn schedule_status(scheduled: &ScheduledLimits) -> Option<ScheduleStatus> {
-    let ScheduledLimits { schedule, state } = scheduled;
+    let ScheduledLimits { schedule, state, .. } = scheduled;
     let entry = state.entry.and_then(|entry| schedule.entries.get(entry));
     let status = || ScheduleStatus {
         when: entry.map(|entry| entry.when.to_string()),
@@ -62,7 +64,7 @@ pub fn follow_schedules(registry: &Rc<Registry>) -> JoinHandle<()> {
         let (RegistryChange::Listed { name } | RegistryChange::SettingsChanged { name }) = change else {
             return;
         };
-        if listening.upgrade().is_some_and(|registry| has_schedule(&registry, name)) {
+        if listening.upgrade().is_some_and(|registry| follows_clock(&registry, name)) {
             notified.notify(usize::MAX);
         }
     });
@@ -72,13 +74,16 @@ pub fn follow_schedules(registry: &Rc<Registry>) -> JoinHandle<()> {
     })
 }
 
-/// True if the disk or group of this name has a schedule.
-fn has_schedule(registry: &Registry, name: &str) -> bool {
-    let scheduled = match registry.disks.get(name) {
-        Ok(running) => Some(running.disk.throttle().scheduled()),
-        Err(_) => registry.groups.get(name).ok().map(|group| group.scheduled()),
+/// True if the disk or group of this name has a schedule or a quota.
+fn follows_clock(registry: &Registry, name: &str) -> bool {
+    let both = match registry.disks.get(name) {
+        Ok(running) => {
+            let throttle = running.disk.throttle();
+            Some((throttle.scheduled(), throttle.settings().quota))
+        }
+        Err(_) => registry.groups.get(name).ok().map(|group| (group.scheduled(), group.settings().quota)),
     };
-    scheduled.is_some_and(|scheduled| !scheduled.schedule.entries.is_empty())
+    both.is_some_and(|(scheduled, quota)| !scheduled.schedule.entries.is_empty() || !quota.is_none())
 }
 
 async fn follow(registry: Weak<Registry>, changed: &Event) -> Option<Infallible> {
@@ -98,15 +103,19 @@ async fn follow(registry: Weak<Registry>, changed: &Event) -> Option<Infallible>
     }
 }
 
-/// Puts the present entries in force; returns the time until the next pass, `None` without a
-/// schedule. A failure is logged only if it is not in `failures`, which then has those of this
-/// pass.
+/// Puts the present entries and the limits of used-up quotas in force; returns the time until the
+/// next pass, `None` without a schedule and a quota. A failure is logged only if it is not in
+/// `failures`, which then has those of this pass.
 fn apply(registry: &Registry, failures: &mut KnownFailures) -> Option<Duration> {
-    let mut wait = None;
+    let mut wait = registry.sample_quotas().then_some(SAMPLE_INTERVAL);
+    if wait.is_some() {
+        registry.quotas.save_if_due();
+    }
     let mut remaining = KnownFailures::new();
     let now = schedule::now();
     let mut update = |scheduled: ScheduledLimits, name: &str, set: SetScheduled<'_>| {
-        if scheduled.schedule.entries.is_empty() {
+        let is_quota_used_up = registry.quotas.is_used_up(name);
+        if scheduled.schedule.entries.is_empty() && is_quota_used_up == scheduled.is_quota_used_up {
             return;
         }
         let Some(state) = schedule::state_now(&scheduled.schedule) else {
@@ -127,15 +136,21 @@ fn apply(registry: &Registry, failures: &mut KnownFailures) -> Option<Duration> 
             let until = Duration::from_secs(u64::try_from(until_s).unwrap_or(0));
             until.saturating_sub(now).max(MIN_WAIT)
         });
-        wait = Some(wait.unwrap_or(MAX_WAIT).min(until));
-        if state == scheduled.state {
+        if !scheduled.schedule.entries.is_empty() {
+            wait = Some(wait.unwrap_or(MAX_WAIT).min(until));
+        }
+        if state == scheduled.state && is_quota_used_up == scheduled.is_quota_used_up {
             return;
         }
-        let has_changed = state.entry != scheduled.state.entry;
-        let updated = ScheduledLimits { state, ..scheduled };
+        let has_other_entry = state.entry != scheduled.state.entry;
+        let has_changed = has_other_entry || is_quota_used_up != scheduled.is_quota_used_up;
+        let updated = ScheduledLimits { state, is_quota_used_up, ..scheduled };
         match set(updated.clone()) {
             Ok(()) if has_changed => {
-                log_entry(name, &updated);
+                // An event reports the quota.
+                if has_other_entry {
+                    log_entry(name, &updated);
+                }
                 let change = RegistryChange::SettingsChanged { name: name.to_owned() };
                 registry.recordings.handle_change(&change);
             }

@@ -479,7 +479,39 @@ fn throttle_families(
         Enforcement::Lifted => None,
     });
     to.gauges(&name("limits_scale_ratio"), "Factor that the watermark applies to limits.", rows)?;
+    quota_families(to, key, all)?;
     latency_target_families(to, key, all)
+}
+
+/// Families of quotas by volume. Only members with a quota have them.
+fn quota_families(
+    to: &mut FamilyWriter<'_>,
+    key: &'static str,
+    all: &[(&str, &ThrottleFigures)],
+) -> fmt::Result {
+    let name = |rest: &str| format!("weir_{key}_{rest}");
+    let quotas = || {
+        all.iter().flat_map(|&(name, one)| {
+            let status = one.quota_status.as_ref();
+            let total = status.and_then(|status| status.total.as_ref());
+            let writes = status.and_then(|status| status.writes.as_ref());
+            let labeled = |kind, quota| ([(key, name), ("quota", kind)], quota);
+            total
+                .map(|total| labeled("total", total))
+                .into_iter()
+                .chain(writes.map(|one| labeled("writes", one)))
+        })
+    };
+    let rows = quotas().map(|(labels, quota)| (labels, quota.used_bytes));
+    to.gauges(&name("quota_used_bytes"), "Bytes counted against the quota in this period.", rows)?;
+    let rows = quotas().map(|(labels, quota)| (labels, quota.quota_bytes));
+    to.gauges(&name("quota_bytes"), "Quota by volume, for each period.", rows)?;
+    let rows = quotas().filter_map(|(labels, quota)| Some((labels, quota.period_end_s?)));
+    to.gauges(&name("quota_period_end_timestamp_seconds"), "End of the period of the quota.", rows)?;
+    let rows = all
+        .iter()
+        .filter_map(|&(name, one)| Some(([(key, name)], u64::from(one.quota_status.as_ref()?.used_up))));
+    to.gauges(&name("quota_used_up"), "1 while a quota is used up, and quota-rate is in force.", rows)
 }
 
 /// Families of latency targets, and of the caps that they cause. Only members with a target or a

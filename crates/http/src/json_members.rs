@@ -10,7 +10,7 @@ use control::qmp;
 use policy::throttle::LimitSetting;
 use serde::de::{Deserialize, Deserializer, Error, MapAccess, Visitor};
 use serde_json::Value;
-use settings::LatencySetting;
+use settings::{LatencySetting, QuotaSetting};
 
 /// Members of a JSON object, in order.
 pub(super) struct JsonMembers(pub(super) Vec<(String, Value)>);
@@ -48,8 +48,8 @@ impl<'de> Deserialize<'de> for JsonMembers {
 /// # Errors
 /// Returns the rule that the string breaks.
 pub(super) fn parse_number(key: &str, value: Value) -> Result<Value, String> {
-    // Latency settings are texts and numbers in the form of the config file.
-    if LatencySetting::from_name(key).is_some() {
+    // Settings of latency and quotas are texts and numbers in the form of the config file.
+    if LatencySetting::from_name(key).is_some() || QuotaSetting::from_name(key).is_some() {
         return Ok(value);
     }
     let text = match value {

@@ -31,7 +31,7 @@ use policy::{
 };
 use serde::Serialize;
 use serde_json::{Number, Value};
-use settings::{LatencyConfig, LatencySetting};
+use settings::{LatencyConfig, LatencySetting, QuotaSetting};
 
 use super::{
     main_thread::ObjectKind,
@@ -391,6 +391,8 @@ fn member_activity(
         limits,
         configured_limits,
         schedule,
+        quota,
+        quota_status,
         share,
         watermark,
         enforcement,
@@ -399,6 +401,7 @@ fn member_activity(
     let LatencyFigures { settings, control } = latency;
     let latency = LatencyConfig::from_running(settings);
     let of_target = |setting| Some(latency.text(setting)).filter(|_| latency.target_ns > 0);
+    let quota_text = |setting: QuotaSetting| Some(setting.text(quota)).filter(|text| text != "0");
     let (state, scale) = match enforcement {
         Enforcement::Enforced => ("enforced", None),
         Enforcement::Lifted => ("lifted", None),
@@ -424,6 +427,10 @@ fn member_activity(
         limits: set_limits(limits),
         configured_limits: (configured_limits != limits).then(|| set_limits(configured_limits)),
         schedule: schedule.clone(),
+        quota: quota_text(QuotaSetting::Total),
+        write_quota: quota_text(QuotaSetting::Writes),
+        quota_rate: Some(quota.rate_bps).filter(|rate_bps| *rate_bps > 0),
+        quota_status: quota_status.clone(),
         weight: share.weight(),
         iops_reservation: reserved(share.iops_reservation()),
         bps_reservation: reserved(share.bps_reservation()),

@@ -13,12 +13,14 @@ use std::{collections::BTreeMap, iter, rc::Rc, sync::Arc};
 
 use block::{
     device::SharedDevice,
-    layer::throttle::{DiskSettings, ThrottleGroup},
+    layer::throttle::{DiskSettings, GroupSettings, ThrottleGroup},
 };
 use control::{
     latency_targets, qmp,
     registry::{Registry, RunningDisk},
 };
+use policy::schedule::ConfiguredLimits;
+use settings::QuotaSetting;
 use simulator::limit_preview::{PreviewDisk, PreviewGroup};
 
 use super::main_thread::{ChangeError, ObjectKind, PreviewInput, SettingsRequest};
@@ -32,6 +34,13 @@ pub(super) fn preview_input(
     request: SettingsRequest,
 ) -> Result<PreviewInput, ChangeError> {
     let SettingsRequest { kind, name, settings, .. } = request;
+    if let Some(quota) = QuotaSetting::ALL.into_iter().find(|quota| settings.contains_key(quota.name())) {
+        return Err(ChangeError::Rejected(format!(
+            "{}: a preview replays recent requests, and counts no bytes of a calendar period (preview the \
+             limit while the quota is used up as bps-total)",
+            quota.name()
+        )));
+    }
     let unknown = |refused: control::registry::RegistryError| ChangeError::Unknown(refused.to_string());
     let changed = |before| qmp::settings_after(before, settings).map_err(ChangeError::Rejected);
     let disks = registry.disks.all();
@@ -47,8 +56,10 @@ pub(super) fn preview_input(
             if after.latency != before.latency {
                 latency_targets::check_above(&after.latency, group.as_ref()).map_err(of_latency)?;
             }
-            let limits =
-                throttle.scheduled().in_force(&after.limits, Some(disk.disk.size_bytes()), after.share);
+            let DiskSettings { limits, quota, share, .. } = after;
+            let size_bytes = Some(disk.disk.size_bytes());
+            let configured = ConfiguredLimits { limits, quota, share, size_bytes };
+            let limits = throttle.scheduled().in_force(&configured);
             let limits = limits.map_err(|error| ChangeError::Rejected(error.to_string()))?;
             (DiskSettings { limits, ..after }, vec![disk], group)
         }
@@ -58,7 +69,9 @@ pub(super) fn preview_input(
             latency_targets::check_above(&after.latency, group.parent())
                 .and_then(|()| latency_targets::check_below(registry, &after.latency, &group))
                 .map_err(of_latency)?;
-            let limits = group.scheduled().in_force(&after.limits, None, after.share);
+            let GroupSettings { limits, quota, share, .. } = after;
+            let configured = ConfiguredLimits { limits, quota, share, size_bytes: None };
+            let limits = group.scheduled().in_force(&configured);
             let limits = limits.map_err(|error| ChangeError::Rejected(error.to_string()))?;
             let is_inside = |disk: &&Rc<RunningDisk>| above(disk).any(|of| Arc::ptr_eq(&of, &group));
             let subjects = disks.iter().filter(is_inside).cloned().collect();

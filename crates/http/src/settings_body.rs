@@ -14,7 +14,7 @@ use axum::{
 };
 use policy::throttle::LimitSetting;
 use serde_json::{Map, Value};
-use settings::{LatencySetting, suggest};
+use settings::{LatencySetting, QuotaSetting, suggest};
 use tokio::time::timeout;
 
 use super::{
@@ -64,7 +64,8 @@ async fn numbers(body: Body) -> Result<Map<String, Value>, (StatusCode, String)>
 /// Names of all settings.
 fn setting_names() -> impl Iterator<Item = &'static str> {
     let latency = LatencySetting::ALL.map(LatencySetting::name);
-    LimitSetting::of_disk().map(LimitSetting::name).chain(OTHER_SETTINGS).chain(latency)
+    let quota = QuotaSetting::ALL.map(QuotaSetting::name);
+    LimitSetting::of_disk().map(LimitSetting::name).chain(OTHER_SETTINGS).chain(latency).chain(quota)
 }
 
 fn parse(body: &[u8]) -> Result<Map<String, Value>, String> {

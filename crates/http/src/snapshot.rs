@@ -10,7 +10,7 @@ use std::{
     time::{Duration, Instant, SystemTime},
 };
 
-use api::{ExportCounters, LatencyControlStatus, ScheduleStatus};
+use api::{ExportCounters, LatencyControlStatus, QuotaStatus, ScheduleStatus};
 use block::{
     device::DeviceStatistics,
     disk::{DiskTotals, Errors},
@@ -35,6 +35,7 @@ use policy::{
     latency_target::LatencySettings,
     prefetch,
     throttle::{BurstBalance, Enforcement, LimitKind, Limits, NodeShare, ThrottleStats},
+    volume_quota::VolumeQuota,
     watermark::MeasuredCapacity,
 };
 use reactor::{
@@ -114,6 +115,8 @@ pub(super) struct ThrottleFigures {
     /// Equal to `limits` unless those follow from others.
     pub(super) configured_limits: Limits,
     pub(super) schedule: Option<ScheduleStatus>,
+    pub(super) quota: VolumeQuota,
+    pub(super) quota_status: Option<QuotaStatus>,
     pub(super) share: NodeShare,
     /// Percent; 0 is none.
     pub(super) watermark: u8,
@@ -235,7 +238,7 @@ fn recording(running: &RunningRecording) -> Option<RecordingFigures> {
 fn disk(registry: &Registry, running: &RunningDisk) -> DiskFigures {
     let disk = &running.disk;
     let (member, storage) = (disk.throttle(), disk.image().storage());
-    let DiskSettings { limits: configured_limits, share, watermark, latency } = member.settings();
+    let DiskSettings { limits: configured_limits, share, watermark, latency, quota } = member.settings();
     let caches = match disk.image() {
         Image::Qcow2(qcow2) => Some((qcow2.cache_statistics(), qcow2.refcount_statistics())),
         Image::Raw(_) => None,
@@ -262,6 +265,8 @@ fn disk(registry: &Registry, running: &RunningDisk) -> DiskFigures {
             limits: member.limits(),
             configured_limits,
             schedule: schedule_status(&member.scheduled()),
+            quota,
+            quota_status: registry.quotas.status(disk.name(), &quota, &member.scheduled()),
             share,
             watermark: watermark.percent(),
             enforcement: member.enforcement(),
@@ -274,7 +279,7 @@ fn disk(registry: &Registry, running: &RunningDisk) -> DiskFigures {
 }
 
 fn group(registry: &Registry, group: &block::layer::throttle::ThrottleGroup) -> GroupFigures {
-    let GroupSettings { limits: configured_limits, share, watermark, latency } = group.settings();
+    let GroupSettings { limits: configured_limits, share, watermark, latency, quota } = group.settings();
     let limits = group.limits();
     GroupFigures {
         name: group.name().to_owned(),
@@ -286,6 +291,8 @@ fn group(registry: &Registry, group: &block::layer::throttle::ThrottleGroup) -> 
             limits,
             configured_limits,
             schedule: schedule_status(&group.scheduled()),
+            quota,
+            quota_status: registry.quotas.status(group.name(), &quota, &group.scheduled()),
             share,
             watermark: watermark.percent(),
             enforcement: group.enforcement(),

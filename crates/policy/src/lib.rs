@@ -6,6 +6,8 @@
 //! - [`cluster`]: one group's limits divided over many hosts.
 //! - [`watermark`]: lifts limits while the device's utilization is low.
 //! - [`latency_target`]: throttles other disks of a device so that one keeps its response time.
+//! - [`schedule`]: limits by the clock, and the limits in force.
+//! - [`volume_quota`]: bytes that may pass in a calendar period, and the limit after that.
 //! - [`steering`]: the same limits as rates for the host's control groups.
 //! - [`merge`]: joins adjacent requests of a batch.
 //! - [`prefetch`]: detects sequential readers, decides what to read ahead and what to cache.
@@ -14,7 +16,7 @@
 //! - [`access`]: access rules for clients.
 //! - [`histogram`]: latencies in logarithmic steps.
 //! - [`counter`]: growth and rates of counters, including counters that fall.
-//! - [`request`] and [`time`]: types that all of them share.
+//! - [`request`], [`time`] and [`time_zone`]: types that all of them share.
 //!
 //! Time is an argument ([`time::Instant`]) and decisions are return values, so the daemon, the
 //! simulator and the tests run the same code.
@@ -40,4 +42,6 @@ pub mod schedule;
 pub mod steering;
 pub mod throttle;
 pub mod time;
+pub mod time_zone;
+pub mod volume_quota;
 pub mod watermark;

@@ -17,7 +17,11 @@ use alloc::{string::String, sync::Arc, vec::Vec};
 
 pub use calendar::{CalendarError, CalendarRange};
 
-use crate::throttle::{InvalidLimit, LimitSetting, Limits, NodeShare, ThrottleError};
+use crate::{
+    throttle::{InvalidLimit, LimitSetting, Limits, NodeShare, ThrottleError},
+    time_zone::ZoneRules,
+    volume_quota::VolumeQuota,
+};
 
 /// Maximum number of entries of a schedule.
 pub const MAX_ENTRIES: usize = 64;
@@ -27,15 +31,6 @@ const MINUTES_PER_WEEK: u32 = 7 * calendar::MINUTES_PER_DAY;
 const EPOCH_MINUTE: i64 = 3 * calendar::MINUTES_PER_DAY as i64;
 /// Number of transitions of a zone in a week that are followed. A real zone has one at most.
 const MAX_TRANSITIONS: usize = 16;
-
-/// Rules of a time zone.
-pub trait ZoneRules {
-    /// Seconds by which the clock of the zone is ahead of UTC at an instant, in seconds since 1970.
-    fn offset_s(&self, at_s: i64) -> i64;
-
-    /// First instant after `after_s` at which the offset may change.
-    fn next_transition(&self, after_s: i64) -> Option<i64>;
-}
 
 /// Limits that replace others of a disk or group at times.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -125,37 +120,54 @@ fn minute_of_week(local_s: i64) -> u32 {
     minute as u32
 }
 
-/// A schedule with the entry that holds.
+/// A schedule with the entry that holds, and the state of the quota by volume.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ScheduledLimits {
     /// The schedule; without entries by default.
     pub schedule: Arc<LimitSchedule>,
     /// Its state when it was last computed.
     pub state: ScheduleState,
+    /// True if the quota by volume is used up.
+    pub is_quota_used_up: bool,
+}
+
+/// Settings from which limits in force are computed.
+#[derive(Clone, Copy, Debug)]
+pub struct ConfiguredLimits {
+    /// Limits as configured.
+    pub limits: Limits,
+    /// Quota by volume.
+    pub quota: VolumeQuota,
+    /// Share, with the reservation of the node; that of a group includes its members'.
+    pub share: NodeShare,
+    /// Size of the disk; a group has none.
+    pub size_bytes: Option<u64>,
 }
 
 impl ScheduledLimits {
-    /// The limits in force, from those configured, the size of the disk, and its share; a group has
-    /// no size. A limit for each GiB is raised to the reservation of the disk
-    /// ([`Limits::at_size_with`]). This is the only place that puts them together.
+    /// The limits in force, from those configured, the size of the disk, its share, and its quota.
+    /// A limit for each GiB is raised to the reservation of the disk ([`Limits::at_size_with`]),
+    /// and so is the limit of a used-up quota: a reservation must fit at all times. This is the
+    /// only place that puts them together.
     ///
     /// # Errors
     /// [`ThrottleError::Limits`]: the configured limits break a rule. [`ThrottleError::Schedule`]:
     /// they contradict an entry of the schedule.
-    pub fn in_force(
-        &self,
-        configured: &Limits,
-        size_bytes: Option<u64>,
-        share: NodeShare,
-    ) -> Result<Limits, ThrottleError> {
+    pub fn in_force(&self, configured: &ConfiguredLimits) -> Result<Limits, ThrottleError> {
+        let &ConfiguredLimits { limits: configured, quota, share, size_bytes } = configured;
         let is_group = size_bytes.is_none();
         configured.validate_for(is_group)?;
-        if let Some((index, invalid)) = self.schedule.contradiction(configured, is_group) {
+        if let Some((index, invalid)) = self.schedule.contradiction(&configured, is_group) {
             return Err(ThrottleError::Schedule(index, invalid));
         }
         let entry = self.state.entry.and_then(|entry| self.schedule.entries.get(entry));
-        let limits = entry.map_or(Ok(*configured), |entry| configured.with_settings(&entry.limits))?;
-        Ok(size_bytes.map_or(limits, |size_bytes| limits.at_size_with(size_bytes, share)))
+        let limits = entry.map_or(Ok(configured), |entry| configured.with_settings(&entry.limits))?;
+        let limits = size_bytes.map_or(limits, |size_bytes| limits.at_size_with(size_bytes, share));
+        if !self.is_quota_used_up || quota.is_none() {
+            return Ok(limits);
+        }
+        let rate_bps = quota.rate_bps.max(share.bps_reservation());
+        Ok(VolumeQuota { rate_bps, ..quota }.limit(&limits))
     }
 }
 

@@ -16,7 +16,7 @@ use storage::{ImageFormat, rate::RateOptions};
 use super::{
     ConfigError, ConfigWithOrigins, DaemonConfig, DesiredState, Diagnostics, DiskConfig, ExportSpec,
     GroupConfig, ListenAddress, ListenEndpoint, NbdExportConfig, NbdExportSpec, NbdServerSpec, Origin,
-    ParsedConfig, ProcessSpec, TlsConfig, TlsMode, clients,
+    ParsedConfig, ProcessSpec, QuotaSetting, TlsConfig, TlsMode, clients,
     groups::{self, GroupIndex},
     reservations,
 };
@@ -285,6 +285,13 @@ fn check_cluster(parsed: &ParsedConfig) -> Result<(), ConfigError> {
         }
         if !group.schedule.entries.is_empty() {
             return Err(group.error("schedule", "its limits are the cluster's, for all hosts (remove it)"));
+        }
+        let quota = QuotaSetting::ALL.into_iter().find_map(|setting| group.origin_of_given(setting.name()));
+        if let Some(quota) = quota {
+            return Err(quota.error(
+                "counts the bytes of this host, but the limits of this group are the cluster's, for all \
+                 hosts (remove one of them, or set quotas for the disks)",
+            ));
         }
         if let Some(watermark) = group.origin_of_given("watermark") {
             return Err(watermark.error(

@@ -193,7 +193,7 @@ impl KeyTable for DiskConfig {
     fn check_rules(disk: &ConfigWithOrigins<Self>, diagnostics: &Diagnostics) {
         // Each check reports independently of the rest.
         throttle::check_limits(disk, &disk.settings, diagnostics);
-        schedule::check(disk, &disk.schedule, &disk.settings.limits, false, diagnostics);
+        schedule::check(disk, &disk.schedule, &disk.settings, false, diagnostics);
         prefetch::check_windows(disk, &disk.prefetch, diagnostics);
         if !OnError::READ_POLICIES.contains(&disk.on_error.read) {
             let rule = "is for write errors only (use report or stop)";
@@ -324,6 +324,7 @@ fn disk_keys() -> Vec<ConfigKey<DiskConfig>> {
     keys.extend(throttle::limit_keys(LimitSetting::of_disk(), settings, settings_mut));
     keys.extend(throttle::share_keys(settings, settings_mut));
     keys.extend(throttle::latency_keys(settings, settings_mut));
+    keys.extend(throttle::quota_keys(settings, settings_mut));
     keys.extend(schedule::schedule_keys(|disk: &DiskConfig| &disk.schedule, |disk| &mut disk.schedule));
     keys.extend(table! {
         "Devices to imitate" {
@@ -409,6 +410,7 @@ mod tests {
             "latency-target" => "5ms",
             "latency-percentile" => "99.9",
             "latency-floor" => "2.5",
+            "quota" | "write-quota" => "2T per month",
             _ => match key.value {
                 Word(words) => words.iter().find(|word| **word != key.default).expect("two words"),
                 Flag => "true",

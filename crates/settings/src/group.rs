@@ -41,7 +41,7 @@ impl KeyTable for GroupConfig {
 
     fn check_rules(group: &ConfigWithOrigins<Self>, diagnostics: &Diagnostics) {
         throttle::check_limits(group, &group.settings, diagnostics);
-        schedule::check(group, &group.schedule, &group.settings.limits, true, diagnostics);
+        schedule::check(group, &group.schedule, &group.settings, true, diagnostics);
     }
 }
 
@@ -76,6 +76,7 @@ fn group_keys() -> Vec<ConfigKey<GroupConfig>> {
     keys.extend(throttle::limit_keys(LimitSetting::ALL, settings, settings_mut));
     keys.extend(throttle::share_keys(settings, settings_mut));
     keys.extend(throttle::latency_keys(settings, settings_mut));
+    keys.extend(throttle::quota_keys(settings, settings_mut));
     keys.extend(schedule::schedule_keys(|group: &GroupConfig| &group.schedule, |group| &mut group.schedule));
     keys
 }

@@ -51,6 +51,7 @@ mod parsed;
 mod parsers;
 pub mod prefetch;
 mod qcow2;
+pub mod quota;
 mod recordings;
 mod remarks;
 mod reservations;
@@ -93,6 +94,7 @@ pub use parsers::{
     long_duration, nearest_multiples, parse, polling, seconds, size, whole_seconds,
 };
 pub use qcow2::{Qcow2Settings, SecretSource};
+pub use quota::QuotaSetting;
 pub use recordings::RecordingConfig;
 pub use sandbox::SandboxMode;
 pub use socket_access::{FileOwner, SocketAccess, socket_mode};

@@ -11,14 +11,13 @@ use std::{
 
 use jiff::{Timestamp, tz::TimeZone};
 use policy::{
-    schedule::{
-        CalendarError, CalendarRange, LimitSchedule, MAX_ENTRIES, ScheduleEntry, ScheduleState, ZoneRules,
-    },
+    schedule::{CalendarError, CalendarRange, LimitSchedule, MAX_ENTRIES, ScheduleEntry, ScheduleState},
     throttle::{LimitPart, LimitSetting, Limits},
+    time_zone::ZoneRules,
 };
 
 use crate::{
-    RuleError,
+    RuleError, ThrottleConfig,
     diagnostics::{Diagnostics, Origin},
     key::{ConfigKey, ConfigValue, KeyField, KeyInput, KeyLiteral, KeyType, one, table},
     origins::{ConfigWithOrigins, KeyTable},
@@ -108,7 +107,7 @@ pub(crate) fn schedule_keys<T: 'static>(
     table! {
         "Schedule" {
             "time-zone", KeyType::Text, "ZONE", time_zone, "that of the host", Apply, Transferred,
-                "Time zone of the schedule, such as Europe/Berlin";
+                "Time zone of the schedule and of the quotas, such as Europe/Berlin";
             "schedule", KeyType::Table, "TABLE", entries.list(), "", Apply, Transferred,
                 "Limits that hold at times, in place of the same settings: a table with `when` and \
                  limits. The first entry that contains the present time holds";
@@ -130,14 +129,16 @@ pub(crate) fn entry_origin<T>(placed: &ConfigWithOrigins<T>, index: usize) -> &O
 pub(crate) fn check<T>(
     placed: &ConfigWithOrigins<T>,
     schedule: &LimitSchedule,
-    configured: &Limits,
+    settings: &ThrottleConfig,
     is_group: bool,
     diagnostics: &Diagnostics,
 ) {
     let LimitSchedule { time_zone, entries } = schedule;
+    let configured = &settings.limits;
     let at = |index| entry_origin(placed, index);
-    if time_zone.is_some() && entries.is_empty() {
-        diagnostics.report(placed.error(TIME_ZONE, "is not used, because there is no schedule (remove it)"));
+    if time_zone.is_some() && entries.is_empty() && settings.quota.is_none() {
+        let rule = "is not used, because there is no schedule and no quota (remove it)";
+        diagnostics.report(placed.error(TIME_ZONE, rule));
     }
     if entries.len() > MAX_ENTRIES {
         let rule = format!("is one of {} entries; there may be {MAX_ENTRIES}", entries.len());
@@ -152,7 +153,7 @@ pub(crate) fn check<T>(
                     remove it)";
         diagnostics.report(at(index).error(rule));
     }
-    if !entries.is_empty() {
+    if !entries.is_empty() || !settings.quota.is_none() {
         // Read here, where waiting for a file system is possible.
         let _ = zone(time_zone.as_deref());
     }
@@ -186,6 +187,11 @@ fn entry_without_effect(entry: &ScheduleEntry, configured: &Limits) -> Option<St
 pub fn state_now(schedule: &LimitSchedule) -> Option<ScheduleState> {
     let zone = zone(schedule.time_zone.as_deref())?;
     Some(schedule.state(i64::try_from(now().as_secs()).unwrap_or(i64::MAX), &Zone(zone)))
+}
+
+/// Rules of the time zone of a schedule; `None` if it cannot be read.
+pub fn zone_rules(schedule: &LimitSchedule) -> Option<impl ZoneRules + use<>> {
+    zone(schedule.time_zone.as_deref()).map(Zone)
 }
 
 /// Present time of the host, since 1970.

@@ -4,14 +4,16 @@
 use block::layer::throttle::{DiskSettings, GroupSettings};
 use policy::{
     throttle::{LimitKind, LimitPart, LimitSetting, Limits, MAX_VALUE, NodeShare},
+    volume_quota::VolumeQuota,
     watermark::Watermark,
 };
 
 use crate::{
-    LatencyConfig, LatencySetting,
+    LatencyConfig, LatencySetting, QuotaSetting,
     diagnostics::Diagnostics,
     key::{ChangePolicy, ConfigKey, KeyField, KeyInput, KeyLiteral, KeyType, TransferPolicy, table},
     origins::ConfigWithOrigins,
+    quota,
 };
 
 pub(crate) const DEFAULT_WEIGHT: u32 = 100;
@@ -35,6 +37,8 @@ pub struct ThrottleConfig {
     pub watermark: u8,
     /// Latency target, and floor beside targets of others.
     pub latency: LatencyConfig,
+    /// Quotas by volume, and the limit while one is used up.
+    pub quota: VolumeQuota,
 }
 
 impl Default for ThrottleConfig {
@@ -46,6 +50,7 @@ impl Default for ThrottleConfig {
             bps_reservation: 0,
             watermark: 0,
             latency: LatencyConfig::default(),
+            quota: VolumeQuota::default(),
         }
     }
 }
@@ -58,13 +63,14 @@ impl ThrottleConfig {
 
     /// Converts to the settings of a running group.
     pub fn to_group_settings(&self) -> GroupSettings {
+        let Self { limits, quota, .. } = *self;
         let latency = self.latency.to_running();
-        GroupSettings { limits: self.limits, share: self.share(), watermark: self.watermark(), latency }
+        GroupSettings { limits, share: self.share(), watermark: self.watermark(), latency, quota }
     }
 
     /// Converts from the settings of a running disk or group.
     pub fn from_running(settings: &GroupSettings) -> Self {
-        let GroupSettings { limits, share, watermark, latency } = *settings;
+        let GroupSettings { limits, share, watermark, latency, quota } = *settings;
         Self {
             limits,
             weight: share.weight(),
@@ -72,6 +78,7 @@ impl ThrottleConfig {
             bps_reservation: share.bps_reservation(),
             watermark: watermark.percent(),
             latency: LatencyConfig::from_running(&latency),
+            quota,
         }
     }
 
@@ -255,6 +262,40 @@ pub(crate) fn latency_keys<T: 'static>(
     }
 }
 
+/// Rows of the quotas by volume, for a config with these settings.
+pub(crate) fn quota_keys<T: 'static>(
+    settings: fn(&T) -> &ThrottleConfig,
+    settings_mut: fn(&mut T) -> &mut ThrottleConfig,
+) -> Vec<ConfigKey<T>> {
+    let amount = |setting: QuotaSetting| {
+        KeyField::new(
+            move |config: &mut T, given| setting.read(&mut settings_mut(config).quota, given.text),
+            move |config| {
+                let text = setting.text(&settings(config).quota);
+                (text != "0").then_some(KeyLiteral::Text(text))
+            },
+        )
+    };
+    let rate = KeyField::new(
+        move |config: &mut T, given: KeyInput<'_>| {
+            quota::rate(given.number).map(|rate_bps| settings_mut(config).quota.rate_bps = rate_bps)
+        },
+        move |config| Some(KeyLiteral::Number(settings(config).quota.rate_bps)),
+    );
+    table! {
+        "Quota" {
+            "quota", KeyType::Text, "AMOUNT", amount(QuotaSetting::Total), "", Apply, Transferred,
+                "Bytes of reads and writes in each calendar period at full rate, such as \"2T per month\"; \
+                 a period is an hour, day, week or month in the time zone of the schedule. 0 is none";
+            "write-quota", KeyType::Text, "AMOUNT", amount(QuotaSetting::Writes), "", Apply, Transferred,
+                "As quota, for writes, write-zeroes and discards";
+            "quota-rate", KeyType::Size, "SIZE", rate, "", Apply, Transferred,
+                "Bytes per second of reads and writes together while a quota is used up, beside all other \
+                 limits";
+        }
+    }
+}
+
 /// Reports limits that break a rule together.
 pub(crate) fn check_limits<T>(
     placed: &ConfigWithOrigins<T>,
@@ -265,6 +306,9 @@ pub(crate) fn check_limits<T>(
         diagnostics.report(placed.error(invalid.setting.name(), invalid.rule.to_string()));
     }
     if let Err((setting, rule)) = settings.latency.check() {
+        diagnostics.report(placed.error(setting.name(), rule));
+    }
+    if let Err((setting, rule)) = quota::check(&settings.quota, settings.bps_reservation) {
         diagnostics.report(placed.error(setting.name(), rule));
     }
 }

@@ -3,7 +3,7 @@
 
 mod arguments;
 
-use api::{ClusterGroup, ClusterGroupChange, MemberSettings};
+use api::{ClusterGroup, ClusterGroupChange, MemberSettings, QuotaStatus, QuotaUse};
 pub(crate) use arguments::{EXAMPLES, ThrottleArgs};
 use console::{CommandFailure, figures, print, print_json};
 use serde_json::{Map, Value};
@@ -169,6 +169,18 @@ fn format_cluster_limits(group: &ClusterGroup, settings: &MemberSettings) -> Str
     text
 }
 
+/// State of each quota: what is used, and until when it counts.
+fn quota_lines(status: &QuotaStatus) -> impl Iterator<Item = String> {
+    let both = [("quota", &status.total), ("write-quota", &status.writes)];
+    both.into_iter().filter_map(|(name, quota)| {
+        let QuotaUse { used_bytes, quota_bytes, period_end, .. } = quota.as_ref()?;
+        let (used, of) = (figures::sized(*used_bytes), figures::size(*quota_bytes));
+        let until = period_end.as_deref().map(|end| format!(", until {end}")).unwrap_or_default();
+        let state = if used_bytes >= quota_bytes { " (used up)" } else { "" };
+        Some(format!("{name} used: {used} of {of}{until}{state}"))
+    })
+}
+
 fn show(report: &DaemonReport, name: &str, node: StatusNode<'_>) -> String {
     let settings = node.settings();
     let mut text = format!("{} {name}\n", node.kind());
@@ -187,6 +199,11 @@ fn show(report: &DaemonReport, name: &str, node: StatusNode<'_>) -> String {
         let when = schedule.when.as_deref().unwrap_or("none of its times");
         let until = schedule.until.as_deref().map(|until| format!(" until {until}")).unwrap_or_default();
         text += &format!("  schedule: {when}{until}\n");
+    }
+    if let Some(status) = &settings.quota_status {
+        for line in quota_lines(status) {
+            text += &format!("  {line}\n");
+        }
     }
     for line in figures::full_bursts(&settings.limits) {
         text += &format!("  {line}\n");

@@ -56,6 +56,9 @@ pub(crate) struct AnyDeviceEntry {
     /// 0 if no weight was set.
     #[serde(default)]
     weight: u32,
+    /// Target of io.latency in microseconds; 0 if none was set.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    latency_target_us: u64,
     #[serde(default)]
     own: StoredLimits,
 }
@@ -376,12 +379,19 @@ impl LimitsFile {
     ) -> anyhow::Result<()> {
         let known = self.any_device.iter().position(|entry| entry.cgroup == group.name);
         let index = known.unwrap_or_else(|| {
-            let (name, own) = (group.name.clone(), StoredLimits::default());
-            self.any_device.push(AnyDeviceEntry { cgroup: name, group: None, weight: 0, own });
+            let (cgroup, own) = (group.name.clone(), StoredLimits::default());
+            self.any_device.push(AnyDeviceEntry {
+                cgroup,
+                group: None,
+                weight: 0,
+                latency_target_us: 0,
+                own,
+            });
             self.any_device.len() - 1
         });
         let entry = &mut self.any_device[index];
         entry.weight = change.weight.unwrap_or(entry.weight);
+        entry.latency_target_us = change.latency_target_us.unwrap_or(entry.latency_target_us);
         if let Some(name) = &change.group {
             entry.group = (!name.is_empty()).then(|| name.clone());
             entry.own = StoredLimits::default();
@@ -414,6 +424,7 @@ impl LimitsFile {
             limits: set.map(|setting| (setting, limits.get(setting))).collect(),
             watermark,
             weight: (entry.weight != 0).then_some(entry.weight),
+            latency_target_us: (entry.latency_target_us != 0).then_some(entry.latency_target_us),
             group: entry.group.clone(),
             cluster: false,
         }))

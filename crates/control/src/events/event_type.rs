@@ -75,6 +75,8 @@ kinds! {
     WatermarkLeft "watermark_left" Info
     LatencyTargetMissed "latency_target_missed" Warning
     LatencyTargetMet "latency_target_met" Info
+    QuotaUsedUp "quota_used_up" Warning
+    QuotaRenewed "quota_renewed" Info
     ImageError "image_error" Error
     DiskStopped "disk_stopped" Error
     DiskResumed "disk_resumed" Info

@@ -17,6 +17,7 @@ use settings::{
 };
 
 use crate::{
+    quotas::StoredCounts,
     registry::{NewNbdExport, Registry, RunningDisk, RunningEndpoint, RunningExport},
     upgrade::BucketLevelsState,
 };
@@ -35,6 +36,9 @@ pub(crate) struct MigratedDisk {
     #[serde(rename = "doors")]
     endpoints: Vec<String>,
     pub(super) filled: Option<BucketLevelsState>,
+    /// Bytes counted against its quotas.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(super) quota: Option<StoredCounts>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -91,7 +95,7 @@ impl MigratedDisk {
         }
         // One name at two servers here becomes one export at the target's server.
         names.dedup();
-        Ok(Self { keys, group, exports: names, listen, endpoints, filled: None })
+        Ok(Self { keys, group, exports: names, listen, endpoints, filled: None, quota: None })
     }
 
     /// Disk config for this description, checked by the rules of a config file.

@@ -196,6 +196,9 @@ pub(super) async fn open_disk(
         let filled = running.disk.throttle().restore_levels(&filled.to_levels()?);
         filled.map_err(|invalid| anyhow!("{}", invalid.rule))?;
     }
+    if let Some(counts) = &described.quota {
+        registry.quotas.restore(disk, counts);
+    }
     // `add_disk` rejects names of disks that are being migrated; this disk is the exception.
     let reserved_group = registry.disks.end_migration(disk);
     let added = registry.add_disk(running);

@@ -14,11 +14,12 @@ use api::LimitValues;
 use block::layer::throttle::{DiskSettings, GroupSettings};
 use policy::{
     throttle::{InvalidLimit, LimitKind, LimitPart, LimitSetting, Limits, MAX_VALUE, NodeShare},
+    volume_quota::VolumeQuota,
     watermark::Watermark,
 };
 use serde_json::{Map, Value, json};
 
-use settings::{LatencyConfig, LatencySetting};
+use settings::{LatencyConfig, LatencySetting, QuotaSetting, quota};
 
 use super::{arguments::QmpArguments, error::QmpError, json::excerpt};
 
@@ -136,6 +137,7 @@ pub(super) struct SettingChanges {
     bps_reservation: Option<u64>,
     watermark: Option<Watermark>,
     latency: Vec<(LatencySetting, String)>,
+    quota: Vec<(QuotaSetting, String)>,
 }
 
 impl SettingChanges {
@@ -159,6 +161,7 @@ impl SettingChanges {
             bps_reservation: arguments.number(&key("bps-reservation"), 0..=MAX_VALUE)?,
             watermark: watermark.and_then(|percent| Watermark::new(u8::try_from(percent).ok()?)),
             latency: read_latency(arguments, prefix)?,
+            quota: read_quota(arguments, prefix)?,
         })
     }
 
@@ -168,7 +171,7 @@ impl SettingChanges {
     }
 
     pub(super) fn apply_to(&self, before: GroupSettings) -> Result<GroupSettings, QmpError> {
-        let GroupSettings { limits, share, watermark, latency } = before;
+        let GroupSettings { limits, share, watermark, latency, quota } = before;
         // Starts from the weight alone, then adds the reservations.
         let weighted = self.weight.map_or(NodeShare::new(share.weight()), NodeShare::new).unwrap_or(share);
         let share = weighted.with_reservation(
@@ -178,7 +181,10 @@ impl SettingChanges {
         let watermark = self.watermark.unwrap_or(watermark);
         let latency = LatencyConfig::from_running(&latency).with_settings(&self.latency);
         let latency = latency.map_err(|(setting, rule)| QmpError::rule(setting.name(), rule))?.to_running();
-        Ok(GroupSettings { limits: self.limits.apply_to(limits)?, share, watermark, latency })
+        let quota = quota::with_settings(quota, &self.quota)
+            .and_then(|quota| quota::check(&quota, share.bps_reservation()).map(|()| quota));
+        let quota = quota.map_err(|(setting, rule)| QmpError::rule(setting.name(), rule))?;
+        Ok(GroupSettings { limits: self.limits.apply_to(limits)?, share, watermark, latency, quota })
     }
 
     pub(super) fn apply_to_disk(&self, before: DiskSettings) -> Result<DiskSettings, QmpError> {
@@ -186,15 +192,40 @@ impl SettingChanges {
     }
 }
 
-/// Reads the given latency settings. Each is a text or a number in the form of the config file, and
-/// is checked here, so that errors have the argument's name.
+/// Reads the given latency settings.
 fn read_latency(
     arguments: &mut QmpArguments,
     prefix: &str,
 ) -> Result<Vec<(LatencySetting, String)>, QmpError> {
+    read_texts(
+        arguments,
+        prefix,
+        LatencySetting::ALL.map(|setting| (setting, setting.name())),
+        |setting, text| LatencyConfig::default().read(setting, text),
+    )
+}
+
+/// Reads the given settings of quotas.
+fn read_quota(arguments: &mut QmpArguments, prefix: &str) -> Result<Vec<(QuotaSetting, String)>, QmpError> {
+    read_texts(
+        arguments,
+        prefix,
+        QuotaSetting::ALL.map(|setting| (setting, setting.name())),
+        |setting, text| setting.read(&mut VolumeQuota::default(), text),
+    )
+}
+
+/// Reads the given settings of these. Each is a text or a number in the form of the config file,
+/// and is checked here, so that errors have the argument's name.
+fn read_texts<T: Copy>(
+    arguments: &mut QmpArguments,
+    prefix: &str,
+    settings: impl IntoIterator<Item = (T, &'static str)>,
+    check: impl Fn(T, &str) -> Result<(), String>,
+) -> Result<Vec<(T, String)>, QmpError> {
     let mut given = Vec::new();
-    for setting in LatencySetting::ALL {
-        let key = format!("{prefix}{}", setting.name());
+    for (setting, name) in settings {
+        let key = format!("{prefix}{name}");
         let name = arguments.full_name(&key);
         let text = match arguments.optional::<Value>(&key)? {
             None => continue,
@@ -203,7 +234,7 @@ fn read_latency(
             Some(_) => return Err(QmpError::wrong_type(&name, "string")),
         };
         let rule = |rule| QmpError::rule(&name, format_args!("({}) {rule}", excerpt(&text)));
-        LatencyConfig::default().read(setting, &text).map_err(rule)?;
+        check(setting, &text).map_err(rule)?;
         given.push((setting, text));
     }
     Ok(given)

@@ -63,7 +63,7 @@ impl Reconciliation<'_> {
                 let now = MemberPlacement::current(&node);
                 let wanted = MemberPlacement {
                     settings: self.group_settings(planned, &now.settings),
-                    scheduled: scheduled_now(&planned.schedule),
+                    scheduled: scheduled_now(&planned.schedule, now.scheduled.is_quota_used_up),
                     ..now.clone()
                 };
                 all.extend(change_report::setting_reports(

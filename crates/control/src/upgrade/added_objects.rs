@@ -19,7 +19,8 @@ use block::layer::throttle::ThrottleGroup;
 use policy::throttle::LimitSetting;
 use serde_json::{Map, Value};
 use settings::{
-    DiskConfig, ExportTarget as Own, KeyTable as _, LatencyConfig, LatencySetting, VhostUserSocket, schedule,
+    DiskConfig, ExportTarget as Own, KeyTable as _, LatencyConfig, LatencySetting, QuotaSetting,
+    VhostUserSocket, schedule,
 };
 
 use super::messages::{AddedDiskState, AddedExportState, AddedGroupState, ObjectOrigin, OfferedDevice};
@@ -99,7 +100,11 @@ fn set_arguments(name: &str, values: impl IntoIterator<Item = NamedValue>) -> Ma
             value.is_null() || value.as_str() == Some(&LatencyConfig::default().text(setting))
         })
     };
-    let values = values.into_iter().filter(|value| !is_default_latency(value));
+    // Older versions reject the names.
+    let is_no_quota = |(key, value): &NamedValue| {
+        QuotaSetting::from_name(key).is_some() && (value.is_null() || *value == 0)
+    };
+    let values = values.into_iter().filter(|value| !is_default_latency(value) && !is_no_quota(value));
     let value = |value: Value| if value.is_null() { 0.into() } else { value };
     let values = values.map(|(key, setting)| (key.to_owned(), value(setting)));
     values.chain([("name".to_owned(), name.into())]).collect()

@@ -29,9 +29,11 @@ use super::{
     counters::{DaemonCounterState, DiskCounterState, ThrottleCounterState},
     identity::DiskIdentity,
 };
+use crate::quotas::StoredCounts;
 
 /// Version of the format. It changes whenever members are added or change their meaning, except
-/// members that are only logged: these may be missing, as an older process does not send them.
+/// members that may be missing, because an older process does not send them: those that are only
+/// logged, and counts of quotas.
 pub(crate) const UPGRADE_FORMAT: u64 = 8;
 
 /// Message without attachments.
@@ -438,6 +440,9 @@ pub(super) struct TransferredDisk {
     pub(super) filled: Option<BucketLevelsState>,
     #[serde(default)]
     pub(super) set: Option<SettingsState>,
+    /// Bytes counted against its quotas. Omitted without, because older versions reject the field.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(super) quota: Option<StoredCounts>,
     /// Names of recording dirty bitmaps. Their bits are in the image.
     pub(super) bitmaps: Vec<String>,
 }
@@ -450,6 +455,9 @@ pub(super) struct TransferredGroup {
     pub(super) filled: Option<BucketLevelsState>,
     #[serde(default)]
     pub(super) set: Option<SettingsState>,
+    /// As [`TransferredDisk::quota`].
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(super) quota: Option<StoredCounts>,
 }
 
 /// Form of [`BucketSnapshot`]: settings by name; levels in billionths as text, since they exceed
@@ -545,6 +553,7 @@ mod tests {
             counted: policy::throttle::CumulativeStats::default().into(),
             filled: None,
             set: Some(SettingsState::new()),
+            quota: None,
         };
         // An older process does not send `set`, which is only logged.
         let mut value = serde_json::to_value(&group).unwrap();

@@ -538,6 +538,9 @@ async fn apply_state(
     for group in state.groups {
         let Ok(here) = registry.groups.get(&group.name) else { continue };
         group.counted.add_to(&here);
+        if let Some(counts) = &group.quota {
+            registry.quotas.restore(&group.name, counts);
+        }
         if let Some(filled) = &group.filled {
             here.restore_levels(&filled.to_levels()?)
                 .map_err(|invalid| anyhow!("group {}: {}", group.name, invalid.rule))?;
@@ -546,6 +549,9 @@ async fn apply_state(
     for disk in state.disks {
         let here = registry.disks.get(&disk.name)?;
         disk.counted.add_to(&here.disk);
+        if let Some(counts) = &disk.quota {
+            registry.quotas.restore(&disk.name, counts);
+        }
         if let Some(filled) = &disk.filled {
             let filled = here.disk.throttle().restore_levels(&filled.to_levels()?);
             filled.map_err(|invalid| anyhow!("disk {}: {}", disk.name, invalid.rule))?;

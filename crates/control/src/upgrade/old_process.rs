@@ -587,6 +587,8 @@ async fn quiesce_and_transfer(
     for (id, host) in &objects.hosts {
         devices.extend(devices::quiesced_state(id, host, &mut bytes, &mut descriptors)?);
     }
+    // Requests have been drained: the last bytes are counted here.
+    registry.sample_quotas();
     let disks = disks.iter().map(|running| TransferredDisk {
         name: running.disk.name().to_string(),
         size_bytes: running.disk.size_bytes(),
@@ -594,6 +596,7 @@ async fn quiesce_and_transfer(
         counted: DiskCounterState::of(&running.disk),
         filled: running.disk.throttle().bucket_levels().map(Into::into),
         set: Some(transferred_settings::disk_settings(running)),
+        quota: registry.quotas.stored(running.disk.name()),
         bitmaps: running.disk.image().recorded_bitmaps(),
     });
     let groups = registry.groups.all();
@@ -602,6 +605,7 @@ async fn quiesce_and_transfer(
         counted: ThrottleCounterState::of(group),
         filled: group_levels(group),
         set: Some(transferred_settings::group_settings(group)),
+        quota: registry.quotas.stored(group.name()),
     });
     let (disks, groups) = (disks.collect(), groups.collect());
     let last_event = registry.events.last();

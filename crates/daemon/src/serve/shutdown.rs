@@ -188,6 +188,7 @@ impl Daemon {
                 reactor::sleep_until(reactor::now() + CHECK_INTERVAL).await;
             }
             let result = flush_and_close(&disks).await;
+            registry.store_quotas().await;
             drop(abandon_tasks);
             registry.recordings.end_all().await;
             let _ = events.try_send(DaemonEvent::Finished(result));

@@ -227,7 +227,24 @@ fn empty_registry(
     registry.delay_clients();
     registry.lifecycle.ends_when_idle.set(plan.process.exit_when_idle);
     registry.read_capacities(plan.process.state.as_deref());
+    open_quotas(&registry, plan);
     Ok(registry)
+}
+
+/// Reads the counts of quotas by volume, whose file has the name of the config file, of the control
+/// socket, or of the first disk. Its directory is created if there is a quota, and used if it
+/// exists: a client may set a quota later.
+fn open_quotas(registry: &Registry, plan: &DesiredState) {
+    let config = registry.config.as_deref().or_else(|| plan.process.qmp.first().map(PathBuf::as_path));
+    let daemon = config.and_then(|path| path::absolute(path).ok());
+    let daemon = daemon.map(|path| path.display().to_string());
+    let of_disk = || plan.disks.first().map(|disk| format!("{} {}", disk.name, disk.image));
+    let daemon = daemon.or_else(of_disk).unwrap_or_default();
+    let has_quota = plan.disks.iter().any(|disk| !disk.settings.quota.is_none())
+        || plan.groups.iter().any(|group| !group.settings.quota.is_none());
+    let user = plan.process.user.as_ref().filter(|_| has_quota);
+    let creates = has_quota.then_some(|directory: &Path| sandbox::create_state_directory(directory, user));
+    registry.quotas.open(plan.process.state.as_deref(), &daemon, creates);
 }
 
 /// Checks the pid file before anything is changed. It is written once clients can connect; in an
@@ -423,6 +440,7 @@ async fn enter_sandbox(
         own_directories: (plan.process.cluster.as_ref())
             .and_then(|known| cluster::directory(plan.process.state.as_deref(), known))
             .into_iter()
+            .chain(registry.quotas.directory())
             .collect(),
     };
     if let Some(entered) = sandbox::enter(plan, registry.config.as_deref(), &served, workers).await? {

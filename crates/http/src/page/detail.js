@@ -325,6 +325,13 @@ function facts(node) {
     if (typeof control?.["cap-iops"] === "number") found.push(["cap for latency targets", `${figures.count(control["cap-iops"])}/s`]);
     if (node["configured-limits"]) found.push(["configured limits", figures.limits(node["configured-limits"])]);
     if (node.schedule) found.push(["schedule", [node.schedule.when ?? "none of its times", node.schedule.until && `until ${node.schedule.until}`].filter(Boolean).join(" · ")]);
+    for (const [member, title] of [["total", "quota"], ["writes", "write-quota"]]) {
+        const quota = node["quota-status"]?.[member];
+        if (quota) found.push([title, [
+            node[title], `${figures.bytes(quota["used-bytes"])} used`, node["quota-status"]["used-up"] && "limited to its rate",
+            quota["period-end"] && `until ${quota["period-end"]}`,
+        ].filter(Boolean).join(" · ")]);
+    }
     for (const [member, title] of [["weight", "weight"], ["watermark", "watermark"], ["enforcement", "limits are"]]) {
         if (node[member] !== null && node[member] !== undefined && typeof node[member] !== "object") found.push([title, member === "watermark" ? `${node[member]}%` : String(node[member])]);
     }

@@ -138,6 +138,13 @@ impl SimulationSetup {
         remarks.extend(schedules.filter(|(_, schedule)| !schedule.entries.is_empty()).map(|(name, _)| {
             format!("The schedule of {name:?} is not simulated: its configured limits hold at all times.")
         }));
+        let disks = plan.disks.iter().map(|disk| (&disk.name, &disk.settings));
+        let members = plan.groups.iter().map(|group| (&group.name, &group.settings)).chain(disks);
+        remarks.extend(
+            members
+                .filter(|(_, settings)| !settings.quota.is_none())
+                .map(|(name, _)| format!("The quota of {name:?} is not simulated: it is never used up.")),
+        );
         if let Some(shared) = shared {
             let with_own = world.disks.iter().filter(|disk| disk.place != shared).count();
             ensure!(

@@ -40,6 +40,11 @@ fn state(entry: Option<usize>, until_s: i64) -> ScheduleState {
     ScheduleState { entry, until_s: Some(until_s) }
 }
 
+fn group_limits(limits: Limits) -> ConfiguredLimits {
+    let (quota, share) = Default::default();
+    ConfiguredLimits { limits, quota, share, size_bytes: None }
+}
+
 #[test]
 fn nights_hold_until_morning() {
     assert_eq!(minute_of_week(MONDAY_S), 0);
@@ -108,16 +113,16 @@ fn entries_replace_the_settings_that_they_give() {
     let configured = Limits::default().with_settings(&[(iops, 100), (bps, 50)]).expect("valid");
     let in_force = |entry| {
         let state = ScheduleState { entry, until_s: None };
-        let scheduled = ScheduledLimits { schedule: Arc::clone(&schedule), state };
-        let limits = scheduled.in_force(&configured, None, NodeShare::default()).expect("valid");
+        let scheduled = ScheduledLimits { schedule: Arc::clone(&schedule), state, is_quota_used_up: false };
+        let limits = scheduled.in_force(&group_limits(configured)).expect("valid");
         [LimitKind::IopsTotal, LimitKind::BpsTotal].map(|kind| limits.limit(kind).rate)
     };
     assert_eq!([None, Some(0), Some(1)].map(in_force), [[100, 50], [100, 500], [0, 50]]);
     let reads = Limits::default().with_settings(&[(setting("bps-read"), 1)]).expect("valid");
     let (index, invalid) = schedule.contradiction(&reads, true).expect("total and read");
     assert_eq!((index, invalid.setting), (0, bps));
-    let scheduled = ScheduledLimits { schedule, state: ScheduleState::default() };
-    let refused = scheduled.in_force(&reads, None, NodeShare::default());
+    let scheduled = ScheduledLimits { schedule, ..ScheduledLimits::default() };
+    let refused = scheduled.in_force(&group_limits(reads));
     assert_eq!(refused, Err(ThrottleError::Schedule(0, invalid)));
 }
 

@@ -98,14 +98,21 @@ fn a_disk_with_every_key() {
     assert_eq!((disk.name.as_str(), disk.description.as_str()), ("vm1", "the first"));
     assert_eq!(disk.faults.len(), 2);
     assert_eq!(disk.settings.limits.limit(LimitKind::IopsRead).rate, 500, "a member's limits are its own");
-    let ThrottleConfig { limits: _, weight, iops_reservation, bps_reservation, watermark, latency: _ } =
-        disk.settings;
+    let ThrottleConfig {
+        limits: _,
+        weight,
+        iops_reservation,
+        bps_reservation,
+        watermark,
+        latency: _,
+        quota: _,
+    } = disk.settings;
     assert_eq!((weight, iops_reservation, bps_reservation, watermark), (200, 50, 1 << 20, 0));
     let names: Vec<_> =
         plan.groups.iter().map(|group| (group.name.as_str(), group.group.as_deref())).collect();
     assert_eq!(names, [("host", None), ("gold", Some("host"))], "a group comes after the one it lies in");
     assert_eq!(disk.group.as_deref(), Some("gold"));
-    let ThrottleConfig { limits, weight, iops_reservation, bps_reservation, watermark, latency: _ } =
+    let ThrottleConfig { limits, weight, iops_reservation, bps_reservation, watermark, latency: _, quota: _ } =
         plan.groups[1].settings;
     assert_eq!((weight, iops_reservation, bps_reservation, watermark), (300, 600, 2 << 20, 90));
     let iops = limits.limit(LimitKind::IopsTotal);

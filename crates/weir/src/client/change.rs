@@ -9,10 +9,12 @@ use api::MemberSettings;
 use policy::{
     prefetch::{self, PrefetchMode},
     throttle::{LimitPart, LimitSetting},
+    volume_quota::VolumeQuota,
 };
 use serde_json::{Map, Value};
 use settings::{
-    ConfigError, DiskConfig, KeyTable as _, LatencyConfig, LatencySetting, Origin, key::ValueError, suggest,
+    ConfigError, DiskConfig, KeyTable as _, LatencyConfig, LatencySetting, Origin, QuotaSetting,
+    key::ValueError, suggest,
 };
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -23,6 +25,7 @@ pub(crate) enum SettingName {
     BpsReservation,
     Watermark,
     Latency(LatencySetting),
+    Quota(QuotaSetting),
     Group,
     Prefetch,
     PrefetchNumber(prefetch::PrefetchSetting),
@@ -36,7 +39,13 @@ impl SettingName {
     pub(crate) fn of_throttle() -> impl Iterator<Item = Self> {
         let scheduler = [Self::Weight, Self::IopsReservation, Self::BpsReservation, Self::Watermark];
         let latency = LatencySetting::ALL.map(Self::Latency);
-        LimitSetting::of_disk().map(Self::Limit).chain(scheduler).chain(latency).chain([Self::Group])
+        let quota = QuotaSetting::ALL.map(Self::Quota);
+        LimitSetting::of_disk()
+            .map(Self::Limit)
+            .chain(scheduler)
+            .chain(latency)
+            .chain(quota)
+            .chain([Self::Group])
     }
 
     pub(crate) fn of_prefetch() -> impl Iterator<Item = Self> {
@@ -52,6 +61,7 @@ impl SettingName {
             Self::BpsReservation => "bps-reservation",
             Self::Watermark => "watermark",
             Self::Latency(setting) => setting.name(),
+            Self::Quota(setting) => setting.name(),
             Self::Group => "group",
             Self::Prefetch => settings::prefetch::MODE,
             Self::PrefetchNumber(setting) => setting.name(),
@@ -70,6 +80,11 @@ impl SettingName {
         })
     }
 
+    /// True for texts that are "0" without a value.
+    fn is_removed_by_zero(self) -> bool {
+        self == Self::Latency(LatencySetting::Target) || matches!(self, Self::Quota(_))
+    }
+
     fn is_size(self) -> bool {
         match self {
             Self::Limit(setting) => setting.is_size(),
@@ -82,6 +97,7 @@ impl SettingName {
         match self {
             Self::Group => SettingValue::Text(String::new()),
             Self::Latency(setting) => SettingValue::Text(LatencyConfig::default().text(setting)),
+            Self::Quota(setting) => SettingValue::Text(setting.text(&VolumeQuota::default())),
             Self::Weight => SettingValue::Number(100),
             Self::Limit(LimitSetting::Limit(_, LimitPart::BurstLength)) => SettingValue::Number(1),
             Self::Prefetch => SettingValue::Text(PrefetchMode::default().to_string()),
@@ -108,6 +124,14 @@ impl SettingName {
                 };
                 return text.clone().map_or_else(|| self.default(), SettingValue::Text);
             }
+            Self::Quota(setting) => {
+                let text = match setting {
+                    QuotaSetting::Total => settings.quota.clone(),
+                    QuotaSetting::Writes => settings.write_quota.clone(),
+                    QuotaSetting::Rate => settings.quota_rate.map(settings::exact_size),
+                };
+                return text.map_or_else(|| self.default(), SettingValue::Text);
+            }
             Self::Group => return SettingValue::Text(settings.group.clone().unwrap_or_default()),
             Self::Prefetch => {
                 let mode =
@@ -126,6 +150,7 @@ impl SettingName {
         let value = match self {
             Self::Group => Ok(SettingValue::Text(text.to_owned())),
             Self::Latency(setting) => latency_text(setting, text).map(SettingValue::Text),
+            Self::Quota(setting) => quota_text(setting, text).map(SettingValue::Text),
             Self::Prefetch => {
                 settings::parse::<PrefetchMode>(text).map(|mode| SettingValue::Text(mode.to_string()))
             }
@@ -157,9 +182,7 @@ impl SettingName {
     pub(crate) fn format(self, value: &SettingValue) -> String {
         match value {
             SettingValue::Text(text) if text.is_empty() => "none".to_owned(),
-            SettingValue::Text(text) if self == Self::Latency(LatencySetting::Target) && text == "0" => {
-                "none".to_owned()
-            }
+            SettingValue::Text(text) if self.is_removed_by_zero() && text == "0" => "none".to_owned(),
             SettingValue::Text(text) => text.clone(),
             SettingValue::Number(0) => "none".to_owned(),
             SettingValue::Number(seconds) if self == Self::Limit(LimitSetting::BurstFor) => {
@@ -179,6 +202,16 @@ pub(crate) fn latency_text(setting: LatencySetting, text: &str) -> Result<String
     let mut config = LatencyConfig::default();
     config.read(setting, text)?;
     Ok(config.text(setting))
+}
+
+/// As [`latency_text`], for a setting of quotas.
+///
+/// # Errors
+/// Returns the rule that the text breaks.
+pub(crate) fn quota_text(setting: QuotaSetting, text: &str) -> Result<String, String> {
+    let mut quota = VolumeQuota::default();
+    setting.read(&mut quota, text)?;
+    Ok(setting.text(&quota))
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -33,6 +33,7 @@ pub(super) fn render(
         bursts(report, selection),
         latency_targets(report, selection),
         configured_limits(report, selection),
+        quotas(report, selection),
         cluster_groups(report, selection),
         unavailable_disks(report, selection),
         unmet_reservations(report, selection),
@@ -425,6 +426,39 @@ fn configured_limits(report: &DaemonReport, selection: &StatusSelection) -> Text
             schedule.when.unwrap_or_else(dash),
             schedule.until.unwrap_or_else(dash),
         ]);
+    }
+    table
+}
+
+/// Quotas by volume.
+fn quotas(report: &DaemonReport, selection: &StatusSelection) -> TextTable {
+    let mut table = TextTable::new([
+        ("NAME", ColumnAlignment::Left),
+        ("QUOTA", ColumnAlignment::Left),
+        ("OF", ColumnAlignment::Left),
+        ("USED", ColumnAlignment::Right),
+        ("RATE AFTER", ColumnAlignment::Right),
+        ("UNTIL", ColumnAlignment::Left),
+    ]);
+    let disks = report.disks.iter().map(|disk| (&disk.name, &disk.settings));
+    let all = disks.chain(report.groups.iter().map(|group| (&group.name, &group.settings)));
+    for (name, settings) in all.filter(|(name, _)| selection.includes(name)) {
+        let Some(status) = &settings.quota_status else { continue };
+        let rate = settings.quota_rate.map_or_else(dash, figures::size);
+        let both =
+            [("all", &settings.quota, &status.total), ("writes", &settings.write_quota, &status.writes)];
+        for (of, quota, used) in both {
+            let (Some(quota), Some(used)) = (quota, used) else { continue };
+            let percent = u128::from(used.used_bytes) * 100 / u128::from(used.quota_bytes.max(1));
+            table.row(vec![
+                name.clone(),
+                quota.clone(),
+                of.to_owned(),
+                format!("{} ({percent}%)", figures::bytes(used.used_bytes as f64)),
+                rate.clone(),
+                used.period_end.clone().unwrap_or_else(dash),
+            ]);
+        }
     }
     table
 }

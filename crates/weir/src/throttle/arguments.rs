@@ -9,12 +9,12 @@ use std::fmt;
 use api::MemberSettings;
 use clap::{Arg, ArgMatches, Args, Command, FromArgMatches};
 use policy::throttle::{LimitKind, LimitPart, LimitSetting};
-use settings::{LatencySetting, arguments::limits};
+use settings::{LatencySetting, QuotaSetting, arguments::limits};
 
 use crate::{
     client::{
         ControlAddress,
-        change::{SettingName, SettingValue, SettingsChange, latency_text},
+        change::{SettingName, SettingValue, SettingsChange, latency_text, quota_text},
     },
     settings_command::SaveArgs,
 };
@@ -35,6 +35,8 @@ Examples:
   weir throttle db --latency-target 5ms
       99% of its requests complete within 5 ms after their admission; other disks on its device are
       throttled to keep that.
+  weir throttle vm1 --quota '2T per month' --quota-rate 5M
+      After 2 TiB in a calendar month, at most 5 MiB/s until the next one begins.
   weir throttle gold --cluster --iops-total 10000
       A limit for all hosts of the cluster together, kept in etcd.
 
@@ -67,6 +69,8 @@ pub(crate) struct ThrottleArgs {
     #[command(flatten)]
     latency: LatencyArgs,
     #[command(flatten)]
+    quota: QuotaArgs,
+    #[command(flatten)]
     pub(crate) save: SaveArgs,
 }
 
@@ -98,7 +102,7 @@ impl fmt::Display for FallbackShareArg {
 pub(crate) struct ClusterLimitArgs {
     /// Change the group's limits for all hosts of the cluster together, kept in etcd (weights,
     /// reservations and watermarks are set on each host)
-    #[arg(long, conflicts_with_all = ["weight", "iops_reservation", "bps_reservation", "watermark", "latency_target", "latency_percentile", "latency_of", "latency_floor", "group", "no_group"])]
+    #[arg(long, conflicts_with_all = ["weight", "iops_reservation", "bps_reservation", "watermark", "latency_target", "latency_percentile", "latency_of", "latency_floor", "quota", "write_quota", "quota_rate", "group", "no_group"])]
     pub(crate) cluster: bool,
     /// Largest number of hosts; raised automatically as more join [initially: 16]
     #[arg(long, value_name = "N", value_parser = settings::count, requires = "cluster")]
@@ -153,6 +157,21 @@ struct LatencyArgs {
     /// enforced, or `default`: 1, and at most 10 for all disks together
     #[arg(long, value_name = "PERCENT", value_parser = |text: &str| latency_text(LatencySetting::Floor, text))]
     latency_floor: Option<String>,
+}
+
+#[derive(Debug, Args)]
+#[command(next_help_heading = "Quota")]
+struct QuotaArgs {
+    /// Bytes of reads and writes in each calendar period at full rate, such as "2T per month"; a
+    /// period is an hour, day, week or month. 0 is none
+    #[arg(long, value_name = "AMOUNT", value_parser = |text: &str| quota_text(QuotaSetting::Total, text))]
+    quota: Option<String>,
+    /// As --quota, for writes, write-zeroes and discards
+    #[arg(long, value_name = "AMOUNT", value_parser = |text: &str| quota_text(QuotaSetting::Writes, text))]
+    write_quota: Option<String>,
+    /// Bytes per second of reads and writes together while a quota is used up
+    #[arg(long, value_name = "SIZE", value_parser = |text: &str| quota_text(QuotaSetting::Rate, text))]
+    quota_rate: Option<String>,
 }
 
 #[derive(Clone, Debug, Default)]
@@ -222,12 +241,39 @@ impl ThrottleArgs {
                 }
             }
         }
+        self.quota.add_to(&mut change, before);
         // The protocol has an empty name for no group.
         let group = group.clone().or_else(|| no_group.then(String::new));
         if let Some(group) = group {
             change.set(SettingName::Group, SettingValue::Text(group));
         }
         change
+    }
+}
+
+impl QuotaArgs {
+    fn add_to(&self, change: &mut SettingsChange, before: &MemberSettings) {
+        let Self { quota, write_quota, quota_rate } = self;
+        let texts = [
+            (QuotaSetting::Total, quota),
+            (QuotaSetting::Writes, write_quota),
+            (QuotaSetting::Rate, quota_rate),
+        ];
+        for (setting, text) in texts {
+            if let Some(text) = text {
+                change.set(SettingName::Quota(setting), SettingValue::Text(text.clone()));
+            }
+        }
+        // The last quota takes its rate along. Named in the change, to be printed and saved.
+        let is_none = |(setting, text): (QuotaSetting, &Option<String>)| {
+            let name = SettingName::Quota(setting);
+            text.as_ref().map_or(name.of(before) == name.default(), |text| text == "0")
+        };
+        let rate = SettingName::Quota(QuotaSetting::Rate);
+        let is_rate_left = quota_rate.is_none() && rate.of(before) != rate.default();
+        if is_rate_left && texts.into_iter().take(2).all(is_none) {
+            change.set(rate, rate.default());
+        }
     }
 }
 

@@ -3,7 +3,7 @@
 use std::path::{self, Path};
 
 use api::{DiskStatus, MemberSettings, PrefetchSettings};
-use settings::{DesiredState, LatencySetting, config, prefetch::short_name};
+use settings::{DesiredState, LatencySetting, QuotaSetting, config, prefetch::short_name};
 
 use super::checker::{GuaranteeFinding, GuaranteeVerdict};
 use crate::client::{
@@ -129,6 +129,7 @@ fn reported_form(
     let number = |prefetch: &policy::prefetch::PrefetchConfig, setting| {
         (short_name(setting).to_owned(), prefetch.get(setting))
     };
+    let quota = |setting: QuotaSetting| Some(setting.text(&settings.quota)).filter(|text| text != "0");
     let latency = |setting| Some(settings.latency.text(setting));
     MemberSettings {
         group,
@@ -144,6 +145,10 @@ fn reported_form(
         limits: policy::throttle::LimitSetting::of_disk().map(limit).collect(),
         configured_limits: None,
         schedule: None,
+        quota: quota(QuotaSetting::Total),
+        write_quota: quota(QuotaSetting::Writes),
+        quota_rate: Some(settings.quota.rate_bps).filter(|rate_bps| *rate_bps > 0),
+        quota_status: None,
         prefetch: prefetch.map(|prefetch| PrefetchSettings {
             mode: prefetch.mode.to_string(),
             numbers: policy::prefetch::PrefetchSetting::ALL.map(|setting| number(prefetch, setting)).into(),

@@ -9,9 +9,9 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use policy::{
     latency_target::RateCap,
-    schedule::ScheduledLimits,
+    schedule::{ConfiguredLimits, ScheduledLimits},
     throttle::{
-        BucketSnapshot, CumulativeStats, Enforcement, InvalidLimit, Limits, MemberDemands, NodeId,
+        BucketSnapshot, CumulativeStats, Enforcement, InvalidLimit, Limits, MemberDemands, NodeId, NodeShare,
         QuotaLease, ReservableCapacity, ThrottleError, ThrottleStats, ThrottleSummary,
     },
     time::Instant,
@@ -54,9 +54,9 @@ impl ThrottleGroup {
         let now = reactor::now();
         let shared_tree =
             parent.map_or_else(|| SharedThrottleTree::new(now), |parent| Arc::clone(&parent.shared_tree));
-        let GroupSettings { limits, share, .. } = settings;
+        let share = settings.share;
         let scheduled = ScheduledLimits::default();
-        let limits = scheduled.in_force(&limits, None, share)?;
+        let limits = scheduled.in_force(&configured_limits(&settings, share))?;
         let node =
             shared_tree.lock().add(None, parent.map(|parent| parent.node), limits, share, None, now)?;
         let parent = parent.cloned();
@@ -144,12 +144,17 @@ impl ThrottleGroup {
         let mut current = self.lock();
         let settings = settings.unwrap_or(current.settings);
         let scheduled = scheduled.unwrap_or_else(|| current.scheduled.clone());
-        let limits = scheduled.in_force(&settings.limits, None, settings.share)?;
         // Lock order: the settings before the tree.
         let mut locked = self.shared_tree.lock();
+        // With the reservations inside, which must fit into the limits at all times.
+        let [_, inside_bps] = locked.tree().reserved(self.node);
+        let own = settings.share;
+        let share = own.with_reservation(own.iops_reservation(), own.bps_reservation().max(inside_bps));
+        let limits = scheduled.in_force(&configured_limits(&settings, share))?;
         let is_leased = locked.tree().lease(self.node).is_some();
-        let changes_quota =
-            settings.limits != current.settings.limits || !scheduled.schedule.entries.is_empty();
+        let changes_quota = settings.limits != current.settings.limits
+            || !scheduled.schedule.entries.is_empty()
+            || !settings.quota.is_none();
         if is_leased && (changes_quota || settings.watermark.percent() > 0) {
             return Err(ThrottleError::Leased);
         }
@@ -340,6 +345,11 @@ impl ThrottleGroup {
         // Replaced as a whole, so a panic cannot leave it inconsistent.
         self.settings.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+/// Settings of a group, with its share, from which its limits in force are computed.
+const fn configured_limits(settings: &GroupSettings, share: NodeShare) -> ConfiguredLimits {
+    ConfiguredLimits { limits: settings.limits, quota: settings.quota, share, size_bytes: None }
 }
 
 impl Drop for ThrottleGroup {

@@ -3,6 +3,7 @@
 use policy::{
     latency_target::LatencySettings,
     throttle::{Limits, NodeShare},
+    volume_quota::VolumeQuota,
     watermark::Watermark,
 };
 
@@ -18,6 +19,8 @@ pub struct DiskSettings {
     pub watermark: Watermark,
     /// Its latency target, and its floor beside targets of others.
     pub latency: LatencySettings,
+    /// Its quotas by volume, and the limit while one is used up.
+    pub quota: VolumeQuota,
 }
 
 /// Limits and share of a group. The default is no limits and an equal share.
@@ -31,18 +34,20 @@ pub struct GroupSettings {
     pub watermark: Watermark,
     /// Its latency target, and its floor beside targets of others.
     pub latency: LatencySettings,
+    /// Its quotas by volume, and the limit while one is used up.
+    pub quota: VolumeQuota,
 }
 
 impl From<GroupSettings> for DiskSettings {
     fn from(settings: GroupSettings) -> Self {
-        let GroupSettings { limits, share, watermark, latency } = settings;
-        Self { limits, share, watermark, latency }
+        let GroupSettings { limits, share, watermark, latency, quota } = settings;
+        Self { limits, share, watermark, latency, quota }
     }
 }
 
 impl From<DiskSettings> for GroupSettings {
     fn from(settings: DiskSettings) -> Self {
-        let DiskSettings { limits, share, watermark, latency } = settings;
-        Self { limits, share, watermark, latency }
+        let DiskSettings { limits, share, watermark, latency, quota } = settings;
+        Self { limits, share, watermark, latency, quota }
     }
 }

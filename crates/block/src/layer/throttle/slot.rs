@@ -23,7 +23,7 @@ use std::{
 
 use policy::{
     request::Direction,
-    schedule::ScheduledLimits,
+    schedule::{ConfiguredLimits, ScheduledLimits},
     throttle::{
         AdmissionCounters, AdmissionResult, CumulativeStats, LevelCause, NodeId, RequestCost, SpareRefund,
         ThrottleError, ThrottleStats, ThrottleSummary,
@@ -103,9 +103,9 @@ impl<K> ThrottleSlot<K> {
     ) -> Result<Self, ThrottleError> {
         let flag = UnlimitedFlag::new(AtomicBool::new(false));
         let SlotDestination { shared_tree: arbiter, parent, owner_data: kept } = at;
-        let DiskSettings { limits, share, .. } = settings;
         let scheduled = ScheduledLimits::default();
-        let limits = scheduled.in_force(&limits, Some(size_bytes), share)?;
+        let limits = scheduled.in_force(&configured_limits(&settings, size_bytes))?;
+        let share = settings.share;
         let node = arbiter.lock().add(None, parent, limits, share, Some(Arc::clone(&flag)), now)?;
         Ok(Self {
             location: Mutex::new(SlotLocation {
@@ -253,8 +253,8 @@ impl<K> ThrottleSlot<K> {
             // Both trees stay locked for the whole move: no request can be admitted in between, or
             // overtake another one.
             let (mut old, mut other) = SharedThrottleTree::lock_both(&from, &to.shared_tree);
-            let DiskSettings { limits, share, .. } = settings;
-            let limits = scheduled.in_force(&limits, Some(location.size_bytes), share)?;
+            let limits = scheduled.in_force(&configured_limits(&settings, location.size_bytes))?;
+            let share = settings.share;
             let flag = Some(Arc::clone(&self.unlimited_flag));
             // Within one tree, the reservation must not be counted twice in the groups above both
             // nodes.
@@ -298,6 +298,12 @@ impl<K> ThrottleSlot<K> {
     }
 }
 
+/// Settings of a disk of this size, from which its limits in force are computed.
+const fn configured_limits(settings: &DiskSettings, size_bytes: u64) -> ConfiguredLimits {
+    let &DiskSettings { limits, share, quota, .. } = settings;
+    ConfiguredLimits { limits, quota, share, size_bytes: Some(size_bytes) }
+}
+
 impl<K> SlotLocation<K> {
     /// Puts settings in force, with the entry of a schedule that holds, at the size of the disk.
     /// Call [`SharedThrottleTree::admit_ready`] next.
@@ -307,7 +313,7 @@ impl<K> SlotLocation<K> {
         scheduled: ScheduledLimits,
         now: Instant,
     ) -> Result<(), ThrottleError> {
-        let limits = scheduled.in_force(&settings.limits, Some(self.size_bytes), settings.share)?;
+        let limits = scheduled.in_force(&configured_limits(&settings, self.size_bytes))?;
         self.shared_tree.lock().configure(self.node, limits, settings.share, now)?;
         self.settings = settings;
         self.scheduled = scheduled;

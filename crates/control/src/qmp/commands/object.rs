@@ -13,7 +13,7 @@
 
 use std::{path::Path, rc::Rc};
 
-use ::settings::{LatencyConfig, LatencySetting, TlsCredentialFiles};
+use ::settings::{LatencyConfig, LatencySetting, QuotaSetting, TlsCredentialFiles};
 use block::layer::throttle::GroupSettings;
 use image::Secret;
 use policy::{
@@ -368,7 +368,7 @@ impl QmpCommand for QomGet {
             ObjectPath::Root | ObjectPath::Objects => return Err(no_property_error("container", property)),
             ObjectPath::Group(name) => registry.groups.get(&name)?,
         };
-        let GroupSettings { limits, share, watermark, latency } = group.settings();
+        let GroupSettings { limits, share, watermark, latency, quota } = group.settings();
         Ok(match property {
             "type" => json!(TYPE),
             "limits" => settings::all_limits(&limits),
@@ -378,6 +378,9 @@ impl QmpCommand for QomGet {
             "x-weir-bps-reservation" => json!(share.bps_reservation()),
             "x-weir-watermark" => json!(watermark.percent()),
             "x-weir-parent" => json!(group.parent().map_or("", |parent| parent.name())),
+            "x-weir-quota" => json!(QuotaSetting::Total.text(&quota)),
+            "x-weir-write-quota" => json!(QuotaSetting::Writes.text(&quota)),
+            "x-weir-quota-rate" => json!(quota.rate_bps),
             _ => match (latency_property(property), limit_property(property)) {
                 (Some(setting), _) => json!(LatencyConfig::from_running(&latency).text(setting)),
                 (None, Some(setting)) => json!(settings::qemu_value(&limits, setting)),

@@ -5,7 +5,7 @@
 
 use std::{collections::HashMap, path, rc::Rc, sync::Arc};
 
-use ::settings::{LatencyConfig, LatencySetting};
+use ::settings::{LatencyConfig, LatencySetting, QuotaSetting};
 use api::{
     BurstStatus, ClusterLimits, DaemonStatus, DefaultExport, DeviceCapacity, DeviceStatus, DiskMemory,
     DiskStatus, DiskTransfers, ErrorCounts, ExportStatus, GroupStatus, LimitBucketStatus, MemberSettings,
@@ -175,6 +175,7 @@ fn disk_settings(registry: &Registry, disk: &Disk) -> MemberSettings {
     MemberSettings {
         configured_limits: (configured != limits).then(|| settings::set_limits(&configured)),
         schedule: schedule_status(&member.scheduled()),
+        quota_status: registry.quotas.status(disk.name(), &settings.quota, &member.scheduled()),
         group: member.group().map(|group| group.name().to_owned()),
         prefetch: Some(prefetch::settings(&disk.prefetch().settings())),
         ..member_settings(registry, disk.name(), &GroupSettings { limits, ..settings })
@@ -198,6 +199,7 @@ fn group_status(
         settings: MemberSettings {
             configured_limits: (configured != limits).then(|| settings::set_limits(&configured)),
             schedule: schedule_status(&group.scheduled()),
+            quota_status: registry.quotas.status(group.name(), &of_group.quota, &group.scheduled()),
             group: group.parent().map(|parent| parent.name().to_owned()),
             ..member_settings(registry, group.name(), &GroupSettings { limits, ..of_group })
         },
@@ -211,11 +213,12 @@ fn group_status(
 
 /// Settings that disks and groups have in common. Reservations and watermarks of zero are omitted.
 fn member_settings(registry: &Registry, name: &str, of_member: &GroupSettings) -> MemberSettings {
-    let GroupSettings { limits, share, watermark, latency } = of_member;
+    let GroupSettings { limits, share, watermark, latency, quota } = of_member;
     let set = |amount: u64| (amount > 0).then_some(amount);
     let latency = LatencyConfig::from_running(latency);
     let text = |setting| Some(latency.text(setting));
     let of_target = |setting| text(setting).filter(|_| latency.target_ns > 0);
+    let quota_text = |setting: QuotaSetting| Some(setting.text(quota)).filter(|text| text != "0");
     MemberSettings {
         weight: Some(share.weight().into()),
         iops_reservation: set(share.iops_reservation()),
@@ -226,6 +229,9 @@ fn member_settings(registry: &Registry, name: &str, of_member: &GroupSettings) -
         latency_percentile: of_target(LatencySetting::Percentile),
         latency_of: of_target(LatencySetting::Directions),
         latency_floor: text(LatencySetting::Floor).filter(|_| latency.floor_permyriad.is_some()),
+        quota: quota_text(QuotaSetting::Total),
+        write_quota: quota_text(QuotaSetting::Writes),
+        quota_rate: set(quota.rate_bps),
         limits: settings::set_limits(limits),
         ..MemberSettings::default()
     }
