@@ -19,6 +19,7 @@ mod harness;
 mod access;
 mod advise;
 mod attach;
+mod backup;
 mod bench;
 mod bench_vhost_user;
 mod cache_modes;

@@ -168,6 +168,57 @@ pub struct RecordingStatus {
     pub error: Option<String>,
 }
 
+/// Job on a disk: an entry of the result of `x-weir-query-jobs`.
+#[derive(Clone, Debug, Default, Deserialize, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case", default)]
+pub struct JobReport {
+    /// Its id.
+    pub id: String,
+    /// Its kind: `backup`.
+    pub kind: String,
+    /// Name of the disk.
+    pub disk: String,
+    /// Target, as given.
+    pub target: String,
+    /// `created`, `running`, `paused`, `ready`, `aborting` or `concluded`.
+    pub state: String,
+    /// Bytes that are done.
+    pub done_bytes: u64,
+    /// Bytes of the disk.
+    pub total_bytes: u64,
+    /// Bytes that were copied as data, without zeroes.
+    pub copied_bytes: u64,
+    /// Time for which it has been running, without pauses.
+    pub running_ns: u64,
+    /// Bytes copied per second of that time.
+    pub rate_bps: u64,
+    /// Seconds until its end at the rate so far. Absent unless it is running.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub remaining_s: Option<u64>,
+    /// Its limit in bytes per second.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub bps_total: Option<u64>,
+    /// Its limit in requests per second.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub iops_total: Option<u64>,
+    /// Its weight. Absent if it uses spare capacity only.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub weight: Option<u32>,
+    /// True if it was cancelled and has concluded.
+    #[serde(rename = "cancelled", skip_serializing_if = "std::ops::Not::not")]
+    pub is_cancelled: bool,
+    /// Reason why it has failed.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub error: Option<String>,
+}
+
+/// Job that was started: the result of `x-weir-backup`.
+#[derive(Clone, Debug, Default, Deserialize, PartialEq, Eq, Serialize)]
+pub struct StartedJob {
+    /// Its id.
+    pub id: String,
+}
+
 /// Recording that `weir record` has written.
 #[derive(Clone, Debug, Default, Deserialize, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case", default)]

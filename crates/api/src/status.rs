@@ -12,6 +12,8 @@ use crate::{ExportStatus, ServerStatus};
 
 use crate::QuotaStatus;
 
+use super::commands::JobReport;
+
 /// Limits by the names of their options, in operations, bytes and seconds; those that are set.
 pub type LimitValues = BTreeMap<String, u64>;
 
@@ -41,6 +43,9 @@ pub struct DaemonStatus {
     /// Disks of the config whose storage has not answered yet.
     #[serde(rename = "unavailable", skip_serializing_if = "Vec::is_empty")]
     pub unavailable: Vec<UnavailableDisk>,
+    /// Jobs on disks.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub jobs: Vec<JobReport>,
     /// All groups, also those without disks.
     pub groups: Vec<GroupStatus>,
     /// Physical devices below the disks.

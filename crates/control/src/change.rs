@@ -3,6 +3,7 @@
 
 use std::rc::Rc;
 
+use api::JobReport;
 use block::disk::RequestFailure;
 
 /// Change of the running state.
@@ -21,6 +22,10 @@ pub enum RegistryChange {
     Resumed { all: bool },
     /// The limits, weight or group of a disk or group changed.
     SettingsChanged { name: String },
+    /// The state of a job changed; `state` is its name.
+    JobChanged { id: String, state: &'static str },
+    /// A job has concluded.
+    JobEnded { job: Box<JobReport> },
     /// A reload finished: applied or rolled back.
     Reloaded,
 }

@@ -28,6 +28,7 @@
 
 mod add_objects;
 pub mod assemble;
+mod backups;
 mod bitmaps;
 pub mod change;
 mod cluster_hooks;

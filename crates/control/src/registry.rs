@@ -10,9 +10,9 @@
 //! await.
 //!
 //! ```text
-//!   disks, groups, exports, objects, lifecycle    one struct each, with its own state
-//!   registry, export_changes, incomplete_disks    changes that concern several of them, or that
-//!                                                 notify listeners
+//!   disks, groups, exports, jobs, objects, lifecycle    one struct each, with its own state
+//!   registry, export_changes, incomplete_disks          changes that concern several of them, or
+//!                                                       that notify listeners
 //! ```
 
 mod disk_watches;
@@ -24,6 +24,7 @@ mod exports;
 mod groups;
 pub(crate) mod image_holder;
 mod incomplete_disks;
+mod jobs;
 mod lifecycle;
 mod name_map;
 mod objects;
@@ -48,6 +49,7 @@ pub use disks::DiskRegistry;
 pub(crate) use exports::EndpointParameters;
 pub use exports::ExportRegistry;
 pub use groups::GroupRegistry;
+pub use jobs::{JobRegistry, RunningJob};
 pub use lifecycle::Lifecycle;
 use name_map::NameMap;
 #[cfg(test)]
@@ -99,6 +101,8 @@ pub struct Registry {
     pub disks: DiskRegistry,
     /// Groups.
     pub groups: GroupRegistry,
+    /// Jobs on disks.
+    pub jobs: JobRegistry,
     /// Exports and NBD servers.
     pub exports: ExportRegistry,
     /// Secrets, credentials and rules that images and servers refer to.
@@ -142,6 +146,7 @@ impl Registry {
             lifecycle: Lifecycle::new(ender),
             disks: DiskRegistry::default(),
             groups: GroupRegistry::default(),
+            jobs: JobRegistry::default(),
             exports: ExportRegistry::default(),
             objects: ObjectRegistry::default(),
             devices: OnceCell::new(),
@@ -344,6 +349,7 @@ impl Registry {
         if let Some(export) = self.exports.of_disk(name).first() {
             return Err(RegistryError::Exported { disk: name.to_owned(), export: export.id.clone() });
         }
+        self.jobs.check_idle(name)?;
         self.disks.remove(name);
         Ok(disk)
     }

@@ -274,6 +274,8 @@ impl EventWatch {
             }
             RegistryChange::Failed { disk, failure } => self.report_failure(registry, disk, failure),
             RegistryChange::Resumed { .. } => self.report_resumed(registry),
+            // Jobs report their own events.
+            RegistryChange::JobChanged { .. } | RegistryChange::JobEnded { .. } => {}
             RegistryChange::ExportDeleted { .. } | RegistryChange::Stopped => {}
         }
     }

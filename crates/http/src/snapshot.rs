@@ -10,7 +10,7 @@ use std::{
     time::{Duration, Instant, SystemTime},
 };
 
-use api::{ExportCounters, LatencyControlStatus, QuotaStatus, ScheduleStatus};
+use api::{ExportCounters, JobReport, LatencyControlStatus, QuotaStatus, ScheduleStatus};
 use block::{
     device::DeviceStatistics,
     disk::{DiskTotals, Errors},
@@ -64,6 +64,8 @@ pub(super) struct DaemonSnapshot {
     pub(super) deliveries: Option<[u64; 3]>,
     /// Number of disks whose images are not open yet.
     pub(super) unavailable_disks: usize,
+    /// Jobs that have not concluded.
+    pub(super) jobs: Vec<JobReport>,
     /// `None` without a cluster.
     pub(super) cluster: Option<ClusterFigures>,
 }
@@ -207,6 +209,7 @@ impl DaemonSnapshot {
             events: registry.events.counts(),
             deliveries: registry.deliveries.get().map(|counts| counts.counts()),
             unavailable_disks: registry.disks.unavailable.borrow().len(),
+            jobs: registry.jobs.running().iter().map(|job| job.report()).collect(),
             workers: workers.iter().map(|worker| (worker.name().to_owned(), worker.counters())).collect(),
             cluster: registry.cluster().map(|cluster| ClusterFigures {
                 is_connected: cluster.is_connected(),

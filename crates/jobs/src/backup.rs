@@ -138,7 +138,8 @@ struct Shared {
 }
 
 impl Backup {
-    /// Begins a backup: its content is that of the disk at an instant during this call.
+    /// Begins a backup: its content is that of the disk at an instant during this call. The job is
+    /// running then.
     ///
     /// # Errors
     /// [`BackupError`]: invalid limits, a target that is too small, or no point in time can begin.
@@ -153,13 +154,15 @@ impl Backup {
         let options = PointOptions {
             cluster_bytes: sizes.cluster_bytes,
             max_buffer_bytes: sizes.max_buffer_bytes,
-            copy_bytes: COPIES as u64 * COPY_BYTES.max(sizes.cluster_bytes),
+            // The target's metadata caches included.
+            copy_bytes: COPIES as u64 * COPY_BYTES.max(sizes.cluster_bytes) + target.image.max_cache_bytes(),
         };
         let point = disk.begin_point_in_time(member, options).await?;
         let (target_bytes, disk_bytes) = (target.image.size_bytes(), point.point().size_bytes());
         if target_bytes < disk_bytes {
             return Err(BackupError::TooSmall { target_bytes, disk_bytes });
         }
+        job.start(disk_bytes);
         Ok(Self { job: Arc::clone(job), point, target })
     }
 
@@ -173,7 +176,6 @@ impl Backup {
     /// [concludes](Job::conclude) the job with the result.
     pub async fn run(self) -> JobResult {
         let Self { job, point, target } = self;
-        job.start(point.point().size_bytes());
         let shared = Rc::new(Shared {
             plan: Plan::new(COPY_BYTES.max(point.point().cluster_bytes())),
             job: Arc::clone(&job),

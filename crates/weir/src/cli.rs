@@ -9,8 +9,8 @@ use daemon::serve::{QEMU_HEADING, ServeArgs};
 use settings::arguments::limits;
 
 use crate::{
-    attach, cluster, complete, disks_and_groups, generate, mount_helper, prefetch, record, reload, resume,
-    status, throttle, top, verify,
+    attach, backup, cluster, complete, disks_and_groups, generate, jobs, mount_helper, prefetch, record,
+    reload, resume, status, throttle, top, verify,
 };
 
 const ABOUT: &str = "Throttle, prefetch, cache and tune the disks of virtual machines and containers";
@@ -161,6 +161,15 @@ pub(crate) enum WeirCommand {
     /// Add or remove groups, whose disks share limits
     #[command(subcommand, after_help = disks_and_groups::GROUP_EXAMPLES)]
     Group(disks_and_groups::GroupCommand),
+    /// Copy a disk of the daemon to another image while it is used
+    #[command(after_help = backup::EXAMPLES)]
+    Backup(Box<backup::BackupArgs>),
+    /// Show the jobs of the daemon: backups
+    #[command(after_help = jobs::EXAMPLES)]
+    Jobs(jobs::JobsArgs),
+    /// Pause, resume, cancel or change a job
+    #[command(subcommand, after_help = jobs::EXAMPLES)]
+    Job(jobs::JobCommand),
     /// Reload the daemon's config file
     #[command(after_help = reload::EXAMPLES)]
     Reload(reload::ReloadArgs),

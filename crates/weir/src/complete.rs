@@ -14,7 +14,10 @@ use clap_complete::{ArgValueCandidates, CompleteEnv, CompletionCandidate};
 use policy::throttle::LimitSetting;
 use storage::{CacheMode, ImageFormat};
 
-use crate::client::{ControlAddress, ControlClient, report::DaemonReport};
+use crate::{
+    client::{ControlAddress, ControlClient, report::DaemonReport},
+    jobs,
+};
 
 /// Environment variable with the name of the shell.
 pub(crate) const VARIABLE: &str = "WEIR_COMPLETE";
@@ -83,6 +86,7 @@ fn with_value(command: [&str; 2], argument: Arg) -> Arg {
         (None, "HOST") if command == ["cluster", "forget"] => {
             argument.add(ArgValueCandidates::new(absent_hosts))
         }
+        (None, "JOB") => argument.add(ArgValueCandidates::new(job_ids)),
         // A new name, which no existing one completes.
         (None, "NAME") if command[1] == "add" => argument,
         (_, "GROUP") => argument.add(ArgValueCandidates::new(|| daemon_names(groups))),
@@ -110,6 +114,15 @@ fn daemon_names(list: fn(&DaemonReport) -> Vec<CompletionCandidate>) -> Vec<Comp
         client.status().ok()
     });
     status.map(|report| list(&report)).unwrap_or_default()
+}
+
+/// Ids of the daemon's jobs.
+fn job_ids() -> Vec<CompletionCandidate> {
+    let jobs = ControlAddress::choose(None).ok().and_then(|target| {
+        let mut client = ControlClient::connect_with(&target, TIMEOUT).ok()?;
+        jobs::all(&mut client).ok()
+    });
+    jobs.unwrap_or_default().into_iter().map(|job| CompletionCandidate::new(job.id)).collect()
 }
 
 /// Hosts of the daemon's cluster that are absent.

@@ -7,6 +7,7 @@
 //!   attach               a disk as a device of this host; its keeper process; detach
 //!   status, top          the running state; the same, live
 //!   verify               limits and other guarantees, checked against the daemon's counters
+//!   backup, jobs         copy a disk while it is used; jobs, shown and controlled
 //!   record               requests of disks, recorded into a file
 //!   throttle, prefetch   settings of a disk or group, shown or changed
 //!   disks_and_groups     add, remove and move disks and groups
@@ -27,12 +28,14 @@
 mod added_keys;
 mod attach;
 mod background;
+mod backup;
 mod cli;
 mod client;
 mod cluster;
 mod complete;
 mod disks_and_groups;
 mod generate;
+mod jobs;
 mod mount_helper;
 mod prefetch;
 mod qemu;
@@ -101,6 +104,9 @@ pub fn main() -> ExitCode {
         WeirCommand::Prefetch(arguments) => settings_command::run(&arguments),
         WeirCommand::Disk(command) => disks_and_groups::disk(command),
         WeirCommand::Group(command) => disks_and_groups::group(command),
+        WeirCommand::Backup(arguments) => backup::run(*arguments),
+        WeirCommand::Jobs(arguments) => jobs::list(arguments),
+        WeirCommand::Job(command) => jobs::run(command),
         WeirCommand::Reload(arguments) => reload::run(arguments),
         WeirCommand::Resume(arguments) => resume::run(arguments),
         WeirCommand::Top(arguments) => top::run(arguments),

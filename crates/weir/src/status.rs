@@ -85,6 +85,7 @@ impl StatusSelection {
         if self.names.is_some() {
             status.disks.retain(|disk| self.includes(&disk.name));
             status.unavailable.retain(|disk| self.includes(&disk.name));
+            status.jobs.retain(|job| self.includes(&job.disk));
             status.groups.retain(|group| self.includes(&group.name));
             status.exports.retain(|export| self.includes(&export.disk));
             // A device is shown if one of its disks is.

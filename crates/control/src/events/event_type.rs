@@ -97,6 +97,9 @@ kinds! {
     DiskRemoved "disk_removed" Info
     GroupAdded "group_added" Info
     GroupRemoved "group_removed" Info
+    JobStarted "job_started" Info
+    JobEnded "job_ended" Info
+    JobFailed "job_failed" Error
     TakenOver "taken_over" Info
     ClusterJoined "cluster_joined" Info
     ClusterPartitioned "cluster_partitioned" Warning

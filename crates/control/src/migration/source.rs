@@ -44,6 +44,7 @@ pub(crate) async fn migrate(registry: &Rc<Registry>, request: MigrationRequest) 
         request.to
     );
     registry.disks.get(&request.disk)?;
+    registry.jobs.check_idle(&request.disk)?;
     // Reserved until the end of the task below, also across the removal of the disk.
     let is_first = registry.disks.begin_migration(&request.disk);
     ensure!(is_first, "disk {}: it is already being migrated (wait for that)", request.disk);

@@ -33,6 +33,7 @@ mod descriptor;
 mod endpoint;
 mod event;
 mod export;
+mod job;
 mod latency;
 mod migration;
 mod node;
@@ -94,6 +95,19 @@ pub(crate) const TABLE: &[CommandEntry] = &[
     CommandEntry::of::<adding::AddDisk>(),
     CommandEntry::of::<removal::RemoveDisk>(),
     CommandEntry::of::<migration::MoveDisk>(),
+    CommandEntry::of::<job::StartBackup>(),
+    CommandEntry::of::<job::QueryJobReports>(),
+    CommandEntry::of::<job::SetJob>(),
+    CommandEntry::of::<job::PauseJob>(),
+    CommandEntry::of::<job::ResumeJob>(),
+    CommandEntry::of::<job::CancelJob>(),
+    CommandEntry::of::<job::DismissJob>(),
+    CommandEntry::of::<job::QueryJobs>(),
+    CommandEntry::of::<job::QueryBlockJobs>(),
+    CommandEntry::of::<job::SetBlockJobSpeed>(),
+    CommandEntry::of::<job::CancelBlockJob>(),
+    CommandEntry::of::<job::PauseBlockJob>(),
+    CommandEntry::of::<job::ResumeBlockJob>(),
     CommandEntry::of::<recording::RecordStart>(),
     CommandEntry::of::<recording::RecordStop>(),
     CommandEntry::of::<recording::QueryRecordings>(),

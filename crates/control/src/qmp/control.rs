@@ -92,6 +92,23 @@ fn emit_change(events: &QmpEvents, change: &RegistryChange) {
         // QEMU has no event for these.
         RegistryChange::Listed { .. } | RegistryChange::Reloaded | RegistryChange::Resumed { all: false } => {
         }
+        RegistryChange::JobChanged { id, state } => {
+            events.emit("JOB_STATUS_CHANGE", json!({ "id": id, "status": state }));
+        }
+        RegistryChange::JobEnded { job } => {
+            let name = if job.is_cancelled { "BLOCK_JOB_CANCELLED" } else { "BLOCK_JOB_COMPLETED" };
+            let mut data = json!({
+                "type": job.kind,
+                "device": job.id,
+                "len": job.total_bytes,
+                "offset": job.done_bytes,
+                "speed": job.bps_total.unwrap_or(0),
+            });
+            if let Some(error) = &job.error {
+                data["error"] = error.as_str().into();
+            }
+            events.emit(name, data);
+        }
         RegistryChange::SettingsChanged { name } => {
             events.emit("X_WEIR_SETTINGS_CHANGED", json!({ "name": name }));
         }

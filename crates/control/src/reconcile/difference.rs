@@ -240,6 +240,7 @@ impl PlanDifference {
             if let Some(export) = registry.exports.of_disk(name).iter().find(stays) {
                 bail!(RegistryError::Exported { disk: name.clone(), export: export.id.clone() });
             }
+            registry.jobs.check_idle(name)?;
         }
         let planned: HashMap<_, _> = plan.disks.iter().map(|disk| (disk.name.as_str(), disk)).collect();
         let removed: HashSet<_> = self.old_disks.iter().chain(&self.old_groups).collect();

@@ -368,12 +368,15 @@ impl Registry {
     /// exports are in flight, the disk is abandoned, which fails those requests.
     ///
     /// # Errors
-    /// [`Removal::IfUnused`] is refused if an export has clients; then nothing is removed.
+    /// [`Removal::IfUnused`] is refused if an export has clients, and any removal if a job runs;
+    /// then nothing is removed.
     pub(crate) async fn remove_disk_and_exports(
         self: &Rc<Self>,
         name: &str,
         removal: Removal,
     ) -> Result<(), RegistryError> {
+        // Before its exports are removed.
+        self.jobs.check_idle(name)?;
         let exports = self.exports.of_disk(name);
         let data = Arc::clone(&self.disks.get(name)?.disk);
         data.run_unless_unresponsive(self.remove_exports(&exports, removal)).await?;

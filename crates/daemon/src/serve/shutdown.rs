@@ -131,6 +131,7 @@ impl Daemon {
         self.registry.lifecycle.is_ending.set(true);
         // Before anything is closed, so that the service manager sees an orderly end.
         notify::send(&[NotifyState::Stopping]);
+        self.registry.jobs.end_all();
         let servers = self.registry.exports.servers();
         for serving in &servers {
             serving.close();

@@ -11,12 +11,16 @@ use console::{
 };
 
 use super::{StatusForm, StatusSelection};
-use crate::client::{
-    latency::RequestLatency,
-    rates::{IntervalRates, NodeRate},
-    report::{
-        DaemonReport, StatusNode, device_users, is_vhost_user, prefetch_memory, prefetch_state, prefetches,
+use crate::{
+    client::{
+        latency::RequestLatency,
+        rates::{IntervalRates, NodeRate},
+        report::{
+            DaemonReport, StatusNode, device_users, is_vhost_user, prefetch_memory, prefetch_state,
+            prefetches,
+        },
     },
+    jobs,
 };
 
 /// All tables with rows, separated by empty lines. `bold` is for terminals.
@@ -37,6 +41,7 @@ pub(super) fn render(
         cluster_groups(report, selection),
         unavailable_disks(report, selection),
         unmet_reservations(report, selection),
+        jobs::table(report.jobs.iter().filter(|job| selection.includes(&job.disk))),
         errors(report, selection),
     ];
     if form.all {
