@@ -58,11 +58,15 @@ impl Disk {
         member: Arc<BackgroundMember>,
         options: PointOptions,
     ) -> std::result::Result<DiskPoint, PointFailure> {
+        // Checked first, so that clients do not wait in vain, and again when no other can begin.
+        if self.has_point_in_time() {
+            return Err(PointFailure::Busy);
+        }
         let not_quiet = |_| PointFailure::NotQuiet { timeout_s: QUIESCE_TIMEOUT.as_secs() };
         let quiesced = self.quiesce(QUIESCE_TIMEOUT).await.map_err(not_quiet)?;
         // Excludes the release of the image until the point in time is set.
         let _guard = self.enter().await.map_err(|_| PointFailure::Released)?;
-        if self.copy_before_write.is_active() {
+        if self.has_point_in_time() {
             return Err(PointFailure::Busy);
         }
         let point = PointInTime::new(&self.image, member, &self.memory, options)?;
