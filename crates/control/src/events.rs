@@ -40,7 +40,7 @@ use rate_limit::SharedEventRateLimit;
 /// Capacity of the ring: less than two megabytes with messages of maximum length.
 const RING_CAPACITY: usize = 1024;
 /// Number of events of each type that other types cannot evict.
-const PROTECTED_PER_TYPE: usize = 24;
+const PROTECTED_PER_TYPE: usize = 20;
 // Ensures that in a full ring at least one type exceeds its protected number.
 const _: () = assert!(PROTECTED_PER_TYPE * Kind::ALL.len() < RING_CAPACITY);
 /// Burst for each event type. A disk has a share of it: a thousand disks may reach their limits at
