@@ -78,6 +78,17 @@ impl ClusterMembership {
         }
     }
 
+    /// Records this host's reservations after a roll-back has released some, if they fit.
+    ///
+    /// They may include the reservation of a concurrent command, which the cluster has not
+    /// confirmed. If it does not fit, etcd keeps this host's earlier reservations: that command is
+    /// refused as well and records what its own roll-back leaves, or the next tick does.
+    pub async fn record_rolled_back_reservations(&self, hooks: &dyn ClusterHooks) {
+        if self.record_reservations_now(hooks).await.is_err() {
+            self.hosts.borrow_mut().resend_reservations();
+        }
+    }
+
     pub(super) async fn record_and_wait(
         &self,
         reservations: HostReservations,

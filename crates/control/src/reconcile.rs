@@ -3,7 +3,11 @@
 //! ```text
 //!   difference ─► open images, bind sockets              nothing has changed yet
 //!                        │
-//!      settings, groups, disks, exports                  each step can be rolled back
+//!      settings, groups, disks                           each step can be rolled back
+//!                        │
+//!      reservations ─► cluster                           it confirms or refuses them
+//!                        │
+//!      exports                                           can be rolled back as well
 //!                        │
 //!      removed disks, groups and servers are closed      no client uses them
 //! ```
@@ -75,10 +79,18 @@ pub enum ReconcileReason {
 }
 
 impl ReconcileReason {
-    /// True if a client describes the object. The client can neither read files through this
-    /// process nor wait without bound for a file system, and no config file is the origin of a key.
+    /// True if a client describes the object. Its passphrases are read by
+    /// [`assemble::client_passphrase`]: from no file outside the image directory, if there is one,
+    /// and from no pipe. A file system is not awaited without bound, and no config file is the
+    /// origin of a key.
     const fn is_of_client(self) -> bool {
         matches!(self, Self::Add | Self::Transfer)
+    }
+
+    /// True if a refusal of the cluster rejects the change. Otherwise its reservations are in force
+    /// already, or may stay unmet.
+    const fn needs_confirmation(self) -> bool {
+        matches!(self, Self::Reload | Self::Add)
     }
 }
 
@@ -162,8 +174,8 @@ impl Reconciliation<'_> {
         self.apply_or_roll_back(difference, images, source).await
     }
 
-    /// Applies the difference, with the images that [`Self::open`] opened, and has the cluster
-    /// confirm its reservations. A failure leaves the running state unchanged.
+    /// Applies the difference, with the images that [`Self::open`] opened. A failure leaves the
+    /// running state unchanged.
     ///
     /// # Errors
     /// The first step that fails.
@@ -173,27 +185,23 @@ impl Reconciliation<'_> {
         images: Vec<(usize, Image)>,
         source: &mut dyn StartSource,
     ) -> anyhow::Result<()> {
-        let applied = async {
-            self.apply(difference, images, source).await?;
-            let Some(cluster) = self.registry.cluster() else { return Ok(()) };
-            // The cluster confirms reservations last: until then this host may have booked
-            // capacity that another host booked at the same time.
-            cluster.record_reservations_now(&**self.registry).await.map_err(anyhow::Error::msg)?;
-            for &index in &difference.new_disks {
-                // A disk that was migrated away belongs to this host again.
-                cluster.forget_moved(&self.plan.disks[index].name);
+        let Err(error) = self.apply(difference, images, source).await else {
+            if let Some(cluster) = self.registry.cluster() {
+                for &index in &difference.new_disks {
+                    // A disk that was migrated away belongs to this host again.
+                    cluster.forget_moved(&self.plan.disks[index].name);
+                }
             }
-            Ok(())
+            return Ok(());
         };
-        let Err(error) = applied.await else { return Ok(()) };
-        let left = self.roll_back().await;
+        let failed = self.roll_back().await;
         // Publishes the released reservations, so that other hosts can book the capacity.
         if let Some(cluster) = self.registry.cluster() {
-            cluster.record_lowered_reservations(&**self.registry);
+            cluster.record_rolled_back_reservations(&**self.registry).await;
         }
-        match left {
-            Some(left) if self.occasion.is_of_client() => {
-                bail!("{error:#}; and it could not be removed again: {left:#}")
+        match failed {
+            Some(failed) if self.occasion.is_of_client() => {
+                bail!("{error:#}; and it could not be removed again: {failed:#}")
             }
             _ => Err(error),
         }
@@ -218,6 +226,7 @@ impl Reconciliation<'_> {
             self.configure(&self.registry.disks.get(&planned.name)?, planned).await?;
         }
         self.place_members(difference, images)?;
+        self.confirm_reservations().await?;
         for serving in &servers {
             self.registry.add_server(serving);
         }
@@ -230,6 +239,21 @@ impl Reconciliation<'_> {
             self.registry.accept(&serving);
         }
         Ok(())
+    }
+
+    /// Has the cluster confirm the booked reservations: another host may have booked the capacity
+    /// at the same time.
+    ///
+    /// Runs without an `await` after they are booked; otherwise the cluster's tick would record
+    /// them first, and a refusal would not reach this change. Runs before the exports, so that
+    /// clients never use a disk that is refused.
+    async fn confirm_reservations(&self) -> anyhow::Result<()> {
+        match self.registry.cluster().filter(|_| self.occasion.needs_confirmation()) {
+            Some(cluster) => {
+                cluster.record_reservations_now(&**self.registry).await.map_err(anyhow::Error::msg)
+            }
+            None => Ok(()),
+        }
     }
 
     async fn remove_exports(&mut self, difference: &PlanDifference) -> anyhow::Result<()> {

@@ -1,23 +1,37 @@
 //! Start, reload, dry run and retry of plans whose disks are in memory.
 
-use std::{path::Path, rc::Rc};
+use std::{cell::Cell, fs, path::Path, rc::Rc};
 
 use api::ReloadChange;
+use cluster::ClusterMembership;
+use export::nbd::NbdServerTerms;
 use image::open_raw;
-use settings::{DesiredState, config};
+use serde_json::json;
+use settings::{DesiredState, SocketAccess, TlsConfig, config};
 use storage::{OpenOptions, rate::RateBudgets};
 
 use super::{PlanDifference, ReconcileReason, Reconciliation, source::FreshStart};
-use crate::{listen::AddressConflictRule, registry::Registry};
+use crate::{
+    add_objects::NewDisk,
+    change::RegistryChange,
+    listen::{AddressConflictRule, InheritedSockets},
+    registry::Registry,
+};
 
 const DISKS: &str = "[group.g]\niops-total = 1000\n\
     [disk.a]\nimage = \"memory:1M\"\ngroup = \"g\"\n[disk.b]\nimage = \"memory:2M\"\n";
 
-/// The plan of a config file. Its server would listen on a socket that the tests never bind.
+/// The plan of a config file.
+fn plan_of_file(text: &str) -> DesiredState {
+    let parsed = config::parse("weir.toml", text, Path::new("/")).expect("a config");
+    let passed_sockets = usize::from(text.contains("fd:"));
+    DesiredState::new(parsed, passed_sockets).expect("a plan")
+}
+
+/// The plan of disks without exports. Its server would listen on a socket that the tests never
+/// bind.
 fn plan(text: &str) -> DesiredState {
-    let text = format!("[daemon]\nnbd = \"fd:never-bound\"\n{text}");
-    let parsed = config::parse("weir.toml", &text, Path::new("/")).expect("a config");
-    let mut plan = DesiredState::new(parsed, 1).expect("a plan");
+    let mut plan = plan_of_file(&format!("[daemon]\nnbd = \"fd:never-bound\"\n{text}"));
     plan.servers.clear();
     plan
 }
@@ -175,5 +189,59 @@ fn check_reports_the_error_of_a_start() {
         let started = format!("{:#}", started.map(drop).expect_err("there is no such file"));
         assert_eq!((unavailable.len(), found), (0, vec![started.clone()]));
         assert!(started.starts_with("weir.toml:4: disk.a.image"), "{started}");
+    });
+}
+
+/// Lets the registry open sockets of exports, of which `inherited` were passed.
+fn with_endpoints(registry: &Registry, inherited: InheritedSockets) {
+    // The simulated reactor accepts no clients at sockets of the kernel.
+    registry.delay_clients();
+    registry.exports.set_endpoint_parameters(
+        &Rc::default(),
+        &SocketAccess::default(),
+        NbdServerTerms::default(),
+        inherited,
+        &TlsConfig::Off,
+    );
+}
+
+#[test]
+fn the_cluster_confirms_reservations_before_exports_are_added() {
+    let directory = tempfile::tempdir().expect("a directory");
+    let state = directory.path().display().to_string();
+    let limits = json!({ "number": 1, "nonce": 1, "limits": { "iops-total": 1000 }, "hosts": 2 });
+    let stored = json!({ "version": 1, "groups": { "gold": limits } });
+    fs::create_dir(directory.path().join("cluster")).expect("a new directory");
+    fs::write(directory.path().join("cluster/lab.json"), stored.to_string()).expect("a new file");
+    on_simulation(async move |registry| {
+        with_endpoints(&registry, InheritedSockets::empty());
+        // No etcd listens there, so the stored limits hold.
+        let plan = plan_of_file(&format!(
+            "[daemon]\nstate = \"{state}\"\n[cluster]\nname = \"lab\"\nhost = \"a\"\n\
+             etcd = \"http://127.0.0.1:1\"\n[group.gold]\ncluster = true\n"
+        ));
+        let cluster = ClusterMembership::prepare(&plan).await.expect("stored limits");
+        registry.set_cluster(cluster.expect("it is configured"));
+        start(&registry, &plan).await;
+        let at_listing = Rc::new(Cell::new(None));
+        let (listener, seen) = (Rc::downgrade(&registry), Rc::clone(&at_listing));
+        registry.listen(move |change| {
+            let (RegistryChange::Listed { .. }, Some(registry)) = (change, listener.upgrade()) else {
+                return;
+            };
+            let seen = Rc::clone(&seen);
+            // Runs once the addition waits.
+            reactor::spawn(async move {
+                reactor::yield_now().await;
+                seen.set(seen.get().or(Some(registry.exports.all().len())));
+            });
+        });
+        let keys = json!({ "image": "null:1M", "format": "raw", "group": "gold", "iops-reservation": 10 });
+        let export = json!({ "type": "vhost-user-blk", "listen": format!("unix:{state}/socket") });
+        let (name, keys) = ("d".to_owned(), keys.as_object().expect("keys").clone());
+        let new = NewDisk { name, keys, exports: Some(vec![export]), sockets: Vec::new() };
+        // The agent does not run: its answer is awaited until the time limit.
+        new.add(&registry).await.expect("the agent refuses nothing");
+        assert_eq!((at_listing.get(), registry.exports.all().len()), (Some(0), 1));
     });
 }

@@ -63,7 +63,7 @@ impl QmpCommand for BlockdevAdd {
                 list(&registry, &chain, storage, inner_nodes(&chain), commands, opened)?;
                 if let Err(why) = set::publish_reservations(&registry).await {
                     registry.remove_disk(&chain.names[0]).await.map_err(generic_error)?;
-                    set::publish_rolled_back(&registry);
+                    set::publish_rolled_back(&registry).await;
                     return Err(why);
                 }
                 if let Some(cluster) = registry.cluster() {

@@ -135,7 +135,7 @@ impl SetSettings {
             changed = publish_reservations(registry).await;
             if changed.is_err() {
                 disk.throttle().configure_and_move(placed.0, placed.1.as_ref())?;
-                publish_rolled_back(registry);
+                publish_rolled_back(registry).await;
             }
         }
         if changed.is_err() {
@@ -187,7 +187,7 @@ pub(super) async fn set_group(
         // The quota may have changed in the meantime; keep it.
         let limits = if group.quota_lease().is_some() { group.settings().limits } else { before.limits };
         group.set(GroupSettings { limits, ..before })?;
-        publish_rolled_back(registry);
+        publish_rolled_back(registry).await;
     }
     published
 }
@@ -199,9 +199,9 @@ pub(super) async fn publish_reservations(registry: &Registry) -> Result<(), QmpE
 }
 
 /// Publishes the reservations after a roll-back.
-pub(super) fn publish_rolled_back(registry: &Registry) {
+pub(super) async fn publish_rolled_back(registry: &Registry) {
     if let Some(cluster) = registry.cluster() {
-        cluster.record_lowered_reservations(registry);
+        cluster.record_rolled_back_reservations(registry).await;
     }
 }
 

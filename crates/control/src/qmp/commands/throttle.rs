@@ -80,7 +80,7 @@ impl QmpCommand for BlockSetIoThrottle {
             if let Some((before, group)) = entered {
                 group.set(before)?;
             }
-            set::publish_rolled_back(&registry);
+            set::publish_rolled_back(&registry).await;
             return Err(why);
         }
         // The event may name only the group, while the disk has entered or left one.
