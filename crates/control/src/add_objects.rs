@@ -7,8 +7,8 @@
 //! The code that serves the config file reads, checks, opens and exports the disk. The operation is
 //! atomic: if a step fails, the steps before it are rolled back, and no event reports them.
 //!
-//! Never reads a file with more rights than its client: see
-//! [`DiskAssembly::open_request_of_client`](assemble::DiskAssembly::open_request_of_client).
+//! Never reads a passphrase from a file outside the image directory, if there is one, or from a
+//! pipe: see [`client_passphrase`](assemble::client_passphrase).
 
 use std::{os::fd::OwnedFd, path::Path, rc::Rc};
 
@@ -71,8 +71,8 @@ impl NewDisk {
         let _guard = registry.lock_structure().await?;
         work.apply_or_roll_back(&difference, images, &mut source).await?;
         for done in &work.completed {
-            if let CompletedStep::ExportAdded { id, .. } = done {
-                let address = registry.exports.get(id)?.endpoint.address();
+            if let CompletedStep::ExportAdded { export, .. } = done {
+                let (id, address) = (&export.id, export.endpoint.address());
                 tracing::info!(export = id, disk = name, at = address, "an export was added");
             }
         }

@@ -4,6 +4,7 @@
 
 use std::{
     cell::Cell,
+    os::fd::OwnedFd,
     path::{self, Path, PathBuf},
     rc::Rc,
     sync::Arc,
@@ -102,6 +103,11 @@ impl RunningExport {
             RunningEndpoint::Separate(endpoint) => Some(endpoint),
             RunningEndpoint::Nbd(..) => None,
         }
+    }
+
+    /// Another descriptor of the listening socket of a vhost-user endpoint, if it has one.
+    pub(crate) fn try_clone_socket(&self) -> Option<OwnedFd> {
+        self.own_endpoint()?.vhost_user()?.try_clone_socket()
     }
 
     /// Absolute path of the endpoint, if it is a socket or file of this export alone.

@@ -200,11 +200,18 @@ impl Reconciliation<'_> {
             cluster.record_rolled_back_reservations(&**self.registry).await;
         }
         match failed {
-            Some(failed) if self.occasion.is_of_client() => {
+            Some(failed) if self.occasion.is_of_client() && self.is_object_left(difference) => {
                 bail!("{error:#}; and it could not be removed again: {failed:#}")
             }
             _ => Err(error),
         }
+    }
+
+    /// True if a new disk or group is listed. After a roll-back, its removal has failed.
+    fn is_object_left(&self, difference: &PlanDifference) -> bool {
+        let (disks, groups) = (&self.registry.disks, &self.registry.groups);
+        difference.new_disks.iter().any(|&index| disks.get(&self.plan.disks[index].name).is_ok())
+            || difference.new_groups.iter().any(|&index| groups.get(&self.plan.groups[index].name).is_ok())
     }
 
     /// Applies the difference, with the images that [`Self::open`] opened. After an error,
@@ -266,7 +273,10 @@ impl Reconciliation<'_> {
             let report = change_report::export_report(self.registry, planned, "removed");
             // A client may have connected while images were opened.
             export.check_unused().await?;
+            // Passed only once; the new export, or the roll-back, needs it again.
+            let socket = planned.passed_socket().and_then(|name| Some((name, export.try_clone_socket()?)));
             let change = self.registry.begin_removal(&export.id, Removal::IfUnused)?.await;
+            self.give_back(socket);
             let (planned, id) = (Box::new(planned.clone()), export.id.clone());
             self.reports.push(report);
             self.completed.push(CompletedStep::ExportRemoved { planned, id, deletion: change });
@@ -296,7 +306,7 @@ impl Reconciliation<'_> {
                 planned.add(self.registry).await.map_err(|error| self.with_export_origin(planned, error))?;
             export.is_added.set(self.occasion.is_of_client());
             self.uris.extend(planned_export::export_uris(&export, &self.plan.process.tls));
-            self.completed.push(CompletedStep::ExportAdded { id: export.id.clone(), socket });
+            self.completed.push(CompletedStep::ExportAdded { export: Rc::clone(&export), socket });
             self.reports.push(change_report::export_report(self.registry, planned, "added"));
         }
         Ok(())

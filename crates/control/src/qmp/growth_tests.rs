@@ -21,8 +21,8 @@ fn disk(number: usize, group: &str) -> Value {
     json!({ "name": format!("disk{number}"), "keys": { "image": "null:1M", "format": "raw", "group": group } })
 }
 
-/// Entries visited while `count` groups with one disk each are added, and then by a query of the
-/// status.
+/// Entries visited while `count` groups with one disk each are added, and a group in each is
+/// refused; and then by a query of the status.
 fn visits_for(count: usize) -> (u64, u64) {
     reactor::sim::run(1, async move {
         let registry = Registry::new(None, Rc::new(|_| ()));
@@ -33,9 +33,12 @@ fn visits_for(count: usize) -> (u64, u64) {
         visits::take_count();
         for number in 0..count {
             let group = format!("group{number}");
-            let added = json!({ "name": group, "keys": {} });
+            let added = json!({ "name": group, "keys": { "iops-total": 1000 } });
             run(&commands, "x-weir-add-group", added).await.expect("a new group");
             run(&commands, "x-weir-add-disk", disk(number, &group)).await.expect("a new disk");
+            let above_limit = json!({ "group": group, "iops-reservation": 1001 });
+            let refused = json!({ "name": "refused", "keys": above_limit });
+            run(&commands, "x-weir-add-group", refused).await.expect_err("more than the limit");
             // Listeners defer their work to a later pass of the executor.
             reactor::yield_now().await;
             reactor::yield_now().await;

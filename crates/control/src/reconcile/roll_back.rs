@@ -12,7 +12,9 @@ use super::{
     placements::{self, MemberPlacement},
 };
 use crate::{
-    change::RegistryChange, planned_export::PlannedExport, registry::RunningDisk,
+    change::RegistryChange,
+    planned_export::PlannedExport,
+    registry::{RunningDisk, RunningExport},
     running_server::RunningServer,
 };
 
@@ -31,7 +33,7 @@ pub(crate) enum CompletedStep {
     },
     /// `socket` is the name of the daemon's socket that it uses.
     ExportAdded {
-        id: String,
+        export: Rc<RunningExport>,
         socket: Option<String>,
     },
 }
@@ -39,6 +41,14 @@ pub(crate) enum CompletedStep {
 impl Reconciliation<'_> {
     /// Undoes the completed steps. Returns the first error; all errors are logged.
     pub(crate) async fn roll_back(&mut self) -> Option<anyhow::Error> {
+        // All removals begin first: each ends when the last client has disconnected.
+        for done in &self.completed {
+            if let CompletedStep::ExportAdded { export, .. } = done
+                && self.is_listed(export)
+            {
+                drop(self.registry.begin_removal(&export.id, Removal::Hard));
+            }
+        }
         let mut first = None;
         // Continues after a failed step, to undo as much as possible.
         while let Some(done) = self.completed.pop() {
@@ -55,6 +65,10 @@ impl Reconciliation<'_> {
             CompletedStep::Configured(running, before) => apply_config(&running, &before).await?,
             CompletedStep::MembersPlaced(before) => {
                 placements::apply_all(&before)?;
+                // The object of a client is removed next, which concerns no other object.
+                if self.occasion.is_of_client() {
+                    return Ok(());
+                }
                 // The previous state may violate a capacity measured since; it is restored all the
                 // same.
                 if let Err(error) = self.registry.check_devices() {
@@ -71,7 +85,7 @@ impl Reconciliation<'_> {
                     ListenEndpoint::Passed(name) => Some(name.clone()),
                     ListenEndpoint::Address(_) | ListenEndpoint::Inherited => None,
                 };
-                self.give_back(socket, listening);
+                self.give_back(socket.zip(listening));
             }
             CompletedStep::ExportRemoved { planned, id, deletion: change } => {
                 // With its old id, so that clients of the control socket see no change.
@@ -82,26 +96,31 @@ impl Reconciliation<'_> {
             }
             // The export was never announced. A client that connected meanwhile may have requests
             // in flight at unresponsive storage; in that case the wait for them ends early.
-            CompletedStep::ExportAdded { id, socket } => {
-                // Its device may have been removed externally.
-                let Ok(export) = self.registry.exports.get(&id) else { return Ok(()) };
-                let disk = Arc::clone(&export.disk.disk);
-                let listening =
-                    export.own_endpoint().and_then(|endpoint| endpoint.vhost_user()?.try_clone_socket());
+            CompletedStep::ExportAdded { export, socket } => {
+                // Its device may have been removed externally, and its id may be another export's.
+                if !self.is_listed(&export) {
+                    return Ok(());
+                }
+                let (disk, listening) = (Arc::clone(&export.disk.disk), export.try_clone_socket());
+                let removal = self.registry.begin_removal(&export.id, Removal::Hard)?;
                 drop(export);
-                drop(disk.run_unless_unresponsive(self.registry.begin_removal(&id, Removal::Hard)?).await);
-                self.give_back(socket, listening);
+                drop(disk.run_unless_unresponsive(removal).await);
+                self.give_back(socket.zip(listening));
             }
         }
         Ok(())
     }
 
-    /// Keeps a passed socket for the next attempt: the service manager passes it only once.
-    fn give_back(&self, name: Option<String>, socket: Option<OwnedFd>) {
-        if let (Some(name), Some(socket), Ok(parameters)) =
-            (name, socket, self.registry.exports.endpoint_parameters())
+    fn is_listed(&self, export: &Rc<RunningExport>) -> bool {
+        self.registry.exports.get(&export.id).is_ok_and(|known| Rc::ptr_eq(&known, export))
+    }
+
+    /// Keeps a passed socket, with its name, for the next export or server: the service manager
+    /// passes it only once.
+    pub(super) fn give_back(&self, socket: Option<(impl AsRef<str>, OwnedFd)>) {
+        if let (Some((name, socket)), Ok(parameters)) = (socket, self.registry.exports.endpoint_parameters())
         {
-            parameters.inherited.borrow_mut().give_back(&name, socket);
+            parameters.inherited.borrow_mut().give_back(name.as_ref(), socket);
         }
     }
 }

@@ -1,13 +1,13 @@
 //! Start, reload, dry run and retry of plans whose disks are in memory.
 
-use std::{cell::Cell, fs, path::Path, rc::Rc};
+use std::{cell::Cell, fs, os::unix::net::UnixListener, path::Path, rc::Rc};
 
 use api::ReloadChange;
 use cluster::ClusterMembership;
-use export::nbd::NbdServerTerms;
+use export::nbd::{NbdServerTerms, Removal};
 use image::open_raw;
 use serde_json::json;
-use settings::{DesiredState, SocketAccess, TlsConfig, config};
+use settings::{DesiredState, ExportTarget, SocketAccess, TlsConfig, config};
 use storage::{OpenOptions, rate::RateBudgets};
 
 use super::{PlanDifference, ReconcileReason, Reconciliation, source::FreshStart};
@@ -15,7 +15,7 @@ use crate::{
     add_objects::NewDisk,
     change::RegistryChange,
     listen::{AddressConflictRule, InheritedSockets},
-    registry::Registry,
+    registry::{Registry, RunningDisk},
 };
 
 const DISKS: &str = "[group.g]\niops-total = 1000\n\
@@ -203,6 +203,71 @@ fn with_endpoints(registry: &Registry, inherited: InheritedSockets) {
         inherited,
         &TlsConfig::Off,
     );
+}
+
+#[test]
+fn a_changed_export_keeps_its_passed_socket() {
+    let directory = tempfile::tempdir().expect("a directory");
+    let missing = directory.path().join("missing/socket").display().to_string();
+    let passed = UnixListener::bind(directory.path().join("passed")).expect("a free path");
+    on_simulation(async move |registry| {
+        let mut inherited = InheritedSockets::empty();
+        inherited.add("vm", passed.into());
+        with_endpoints(&registry, inherited);
+        let with_queues = |queues: u16, more: &str| {
+            plan_of_file(&format!(
+                "[disk.a]\nimage = \"memory:1M\"\nexport = [{{ type = \"vhost-user-blk\", \
+                 listen = \"fd:vm\", queues = {queues} }}{more}]\n"
+            ))
+        };
+        let queues = |registry: &Registry| {
+            let exports = registry.exports.all();
+            let config = exports.first().and_then(|export| export.endpoint_config.clone());
+            match config {
+                Some(ExportTarget::VhostUserBlk(config)) if exports.len() == 1 => Some(config.queues),
+                _ => None,
+            }
+        };
+        let (first, second) = (with_queues(1, ""), with_queues(2, ""));
+        start(&registry, &first).await;
+        assert_eq!(queues(&registry), Some(1));
+        reload(&registry, [&first, &second]).await.expect("its socket is free");
+        assert_eq!(queues(&registry), Some(2));
+        // The socket goes from the old export to the new one, and back.
+        let more = format!(", {{ type = \"vhost-user-blk\", listen = \"unix:{missing}\" }}");
+        let third = with_queues(3, &more);
+        let difference = PlanDifference::between(&registry, Some(&second), &third).await.expect("possible");
+        let mut work = work(ReconcileReason::Reload, &registry, &third);
+        let refused = work.reconcile(&difference, &mut FreshStart).await.expect_err("no such directory");
+        assert!(format!("{refused:#}").contains("missing"), "{refused:#}");
+        assert_eq!(queues(&registry), Some(2));
+    });
+}
+
+#[test]
+fn a_roll_back_keeps_an_export_that_got_the_id_of_an_added_one() {
+    let directory = tempfile::tempdir().expect("a directory");
+    let socket = directory.path().join("socket").display().to_string();
+    on_simulation(async move |registry| {
+        with_endpoints(&registry, InheritedSockets::empty());
+        let plan = plan_of_file(&format!(
+            "[disk.a]\nimage = \"memory:1M\"\n\
+             export = [{{ type = \"vhost-user-blk\", listen = \"unix:{socket}\" }}]\n"
+        ));
+        let difference = PlanDifference::of_all(&plan);
+        let mut work = work(ReconcileReason::Reload, &registry, &plan);
+        let images = work.open(&difference, &FreshStart).await.expect("memory");
+        work.apply(&difference, images, &mut FreshStart).await.expect("a new name");
+        registry.begin_removal("a", Removal::Hard).expect("it was added").await;
+        registry.add_disk(RunningDisk::in_memory("b", None)).expect("a new name");
+        let other = registry.disks.get("b").expect("listed");
+        let target = &plan.exports[0].target;
+        registry.add_endpoint("a".to_owned(), other, false, target, None).await.expect("a free id");
+        assert!(work.roll_back().await.is_none());
+        let left = registry.exports.get("a").expect("of the other disk");
+        assert!(&**left.disk.disk.name() == "b" && !left.is_ending());
+        assert!(registry.disks.get("a").is_err());
+    });
 }
 
 #[test]
