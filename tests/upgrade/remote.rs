@@ -195,7 +195,7 @@ fn disk_being_removed_is_closed_before_the_upgrade() {
         }
         let stderr = fixture.new_process().args(["--log", "warn"]).fails();
         release_flush(&pipe);
-        assert!(stderr.contains("disk held is being removed at this moment"), "{stderr}");
+        assert!(stderr.contains("held is being removed at this moment"), "{stderr}");
         first.wait_for_log("upgrade rejected, this process continues");
         removal.join().unwrap();
     });

@@ -393,4 +393,20 @@ mod tests {
             assert_eq!(kinds, [Kind::GroupAdded; 2]);
         });
     }
+
+    #[test]
+    fn group_added_again_books_its_reservation() {
+        with_registry(async |registry| {
+            let outer = json!({ "iops-total": 1000 });
+            add_group(&registry, "g", outer.as_object().expect("keys")).await.expect("a new name");
+            let inner = json!({ "group": "g" });
+            add_group(&registry, "h", inner.as_object().expect("keys")).await.expect("a new name");
+            registry.book_later("h", [2000, 0]);
+            assert_eq!(registry.groups.unmet.borrow().len(), 1);
+            registry.remove_group("h").expect("it has no members");
+            let reserving = json!({ "group": "g", "iops-reservation": 2000 });
+            let refused = add_group(&registry, "h", reserving.as_object().expect("keys")).await;
+            refused.expect_err("more than the limit");
+        });
+    }
 }

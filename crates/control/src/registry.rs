@@ -11,7 +11,7 @@
 //!
 //! ```text
 //!   disks, groups, exports, jobs, objects, lifecycle    one struct each, with its own state
-//!   registry, export_changes, incomplete_disks          changes that concern several of them, or
+//!   registry, export_changes, incomplete_objects        changes that concern several of them, or
 //!                                                       that notify listeners
 //! ```
 
@@ -23,7 +23,7 @@ mod exported_tests;
 mod exports;
 mod groups;
 pub(crate) mod image_holder;
-mod incomplete_disks;
+mod incomplete_objects;
 mod jobs;
 mod lifecycle;
 mod name_map;

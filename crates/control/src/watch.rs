@@ -257,7 +257,9 @@ impl EventWatch {
             RegistryChange::Listed { name } | RegistryChange::SettingsChanged { name } if is_reload() => {
                 self.reload_changes.push(name.clone());
             }
-            RegistryChange::Listed { name } if registry.disks.is_incomplete(name) => {}
+            // Its completion is announced, with the settings of that moment.
+            RegistryChange::Listed { name } | RegistryChange::SettingsChanged { name }
+                if registry.disks.is_incomplete(name) => {}
             RegistryChange::Listed { name } => self.report_listed(registry, name),
             RegistryChange::SettingsChanged { name } => self.report_settings(registry, name),
             RegistryChange::Reloaded => {

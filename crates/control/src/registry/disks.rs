@@ -26,7 +26,8 @@ pub struct DiskRegistry {
     migrating: RefCell<BTreeMap<String, Option<String>>>,
     /// Disks of the config whose storage did not answer yet.
     pub unavailable: RefCell<BTreeMap<String, Rc<UnavailableDiskEntry>>>,
-    /// Disks that are being added: see [`Registry::begin_adding`](super::Registry::begin_adding).
+    /// Disks and groups that are being added: see
+    /// [`Registry::begin_adding`](super::Registry::begin_adding).
     pub(super) incomplete: RefCell<BTreeSet<String>>,
     /// Tasks that report failures and size changes of each listed disk.
     watches: RefCell<BTreeMap<String, Vec<reactor::JoinHandle<()>>>>,
@@ -116,8 +117,8 @@ impl DiskRegistry {
         !self.closing.borrow().is_empty() || !self.migrating.borrow().is_empty()
     }
 
-    /// Name and operation of an unlisted disk: removed and still being closed, being migrated, or
-    /// still incomplete.
+    /// Name and operation of a disk that is removed and still being closed, or being migrated, or
+    /// of a disk or group that is still incomplete.
     pub(crate) fn unlisted_operation(&self) -> Option<(String, &'static str)> {
         let closing = self.closing.borrow().first().cloned().map(|name| (name, "removed"));
         let adding = || self.incomplete.borrow().first().cloned().map(|name| (name, "added"));
@@ -182,7 +183,7 @@ impl DiskRegistry {
         self.lower_node_names.borrow().contains(name)
     }
 
-    /// True if the disk is incomplete and may still be rolled back.
+    /// True if the disk or group of this name is incomplete and may still be rolled back.
     pub(crate) fn is_incomplete(&self, name: &str) -> bool {
         self.incomplete.borrow().contains(name)
     }

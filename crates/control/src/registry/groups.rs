@@ -29,8 +29,9 @@ impl GroupRegistry {
 
     pub(super) fn remove(&self, name: &str) {
         self.by_name.remove(name);
-        // A later group of this name may come from the config.
+        // A later group of this name may come from the config, and books its own reservation.
         self.added_by_clients.borrow_mut().remove(name);
+        self.unmet.borrow_mut().remove(name);
     }
 
     pub(super) fn find(&self, name: &str) -> Option<Arc<ThrottleGroup>> {

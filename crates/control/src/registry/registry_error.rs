@@ -37,7 +37,7 @@ pub enum RegistryError {
          another, or remove that disk)"
     )]
     ExportReserved { name: String, address: String, disk: String },
-    #[error("disk {0}: in use by another command (try again)")]
+    #[error("{0}: in use by another command (try again)")]
     Busy(String),
     #[error(
         "An upgrade is in progress; no changes are accepted (try again; the log names the new \

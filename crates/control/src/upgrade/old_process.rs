@@ -121,8 +121,8 @@ fn begin_or_reject(registry: &Rc<Registry>, request: UpgradeRequest) -> anyhow::
         "a reload is in progress (try again)"
     );
     // `is_upgrading` rejects later additions and removals; one in progress rejects the upgrade.
-    if let Some((disk, operation)) = registry.disks.unlisted_operation() {
-        bail!("disk {disk} is being {operation} at this moment (try again once that is done)");
+    if let Some((name, operation)) = registry.disks.unlisted_operation() {
+        bail!("{name} is being {operation} at this moment (try again once that is done)");
     }
     let (offer, descriptors) = build_offer(registry).map_err(explain_descriptor_limit)?;
     check_new_version(&offer, &request.version)?;
