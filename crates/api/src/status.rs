@@ -5,8 +5,7 @@
 
 use std::collections::BTreeMap;
 
-use serde::{Deserialize, Serialize, Serializer, ser::Error as _};
-use serde_json::Value;
+use serde::{Deserialize, Serialize, Serializer, ser::SerializeMap as _};
 
 use crate::{ExportStatus, ServerStatus};
 
@@ -483,11 +482,23 @@ impl LatencyControlStatus {
 
 /// Writes an object without its null values.
 fn omit_nulls<S: Serializer>(status: &LatencyControlStatus, serializer: S) -> Result<S::Ok, S::Error> {
-    let mut written = serde_json::to_value(status).map_err(S::Error::custom)?;
-    if let Value::Object(fields) = &mut written {
-        fields.retain(|_, value| !value.is_null());
+    let LatencyControlStatus { state, target_ns, measured_ns, alone_ns, cap_iops } = status;
+    let mut object = serializer.serialize_map(None)?;
+    if let Some(state) = state {
+        object.serialize_entry("state", state)?;
     }
-    written.serialize(serializer)
+    let numbers = [
+        ("target-ns", target_ns),
+        ("measured-ns", measured_ns),
+        ("alone-ns", alone_ns),
+        ("cap-iops", cap_iops),
+    ];
+    for (key, number) in numbers {
+        if let Some(number) = number {
+            object.serialize_entry(key, number)?;
+        }
+    }
+    object.end()
 }
 
 /// State of a schedule of limits at present.
@@ -756,6 +767,21 @@ mod tests {
         let written = serde_json::to_value(&group).unwrap();
         assert_eq!(written["latency-control"], json!({ "state": "met" }));
         assert_eq!(serde_json::from_value::<GroupStatus>(written).unwrap(), group);
+    }
+
+    #[test]
+    fn latency_control_has_the_keys_of_its_type() {
+        let latency_control = LatencyControlStatus {
+            state: Some("met".into()),
+            target_ns: Some(1),
+            measured_ns: Some(2),
+            alone_ns: Some(3),
+            cap_iops: Some(4),
+        };
+        let expected = serde_json::to_string(&latency_control).unwrap();
+        let written =
+            serde_json::to_string(&DiskStatus { latency_control, ..DiskStatus::default() }).unwrap();
+        assert!(written.contains(&format!("\"latency-control\":{expected}")), "{written}");
     }
 
     #[test]
