@@ -135,6 +135,11 @@ pub struct RateCap {
 }
 
 impl RateCap {
+    /// A cap of this rate, which is at least 1 unit per second.
+    pub const fn new(units_per_s: u64) -> Self {
+        Self { units_per_s: if units_per_s == 0 { 1 } else { units_per_s } }
+    }
+
     /// The rate in units per second, at least 1 ([`UNIT_BYTES`]).
     pub const fn units_per_s(self) -> u64 {
         self.units_per_s

@@ -159,6 +159,8 @@ pub enum ThrottleError {
     TooDeep,
     /// Limits or a watermark for a group whose limits are divided over hosts.
     Leased,
+    /// A weight outside of [`NodeShare::WEIGHTS`].
+    Weight(u32),
 }
 
 impl fmt::Display for ThrottleError {
@@ -174,6 +176,12 @@ impl fmt::Display for ThrottleError {
             Self::Leased => f.write_str(
                 "limits: the cluster sets those of this group, for all hosts and without a \
                  watermark (change them with `weir throttle GROUP --cluster`)",
+            ),
+            Self::Weight(weight) => write!(
+                f,
+                "weight: {weight} is out of range; a weight is from {} to {}",
+                NodeShare::WEIGHTS.start(),
+                NodeShare::WEIGHTS.end()
             ),
             Self::TooDeep => write!(
                 f,

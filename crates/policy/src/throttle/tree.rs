@@ -534,6 +534,11 @@ impl<T> ThrottleTree<T> {
         new: [u64; 2],
         freed: &[(usize, [u64; 2])],
     ) -> Result<(), ReservationExceeded> {
+        if new == [0; 2] {
+            // Needs no capacity, even where the reservations exceed it because it has fallen: the
+            // quota of a lease does.
+            return Ok(());
+        }
         let (mut old, mut new) = (old, new);
         for slot in self.path_up(slot) {
             let node = &self.nodes[slot];

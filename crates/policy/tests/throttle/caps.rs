@@ -227,3 +227,15 @@ proptest! {
         prop_assert!((admitted - expected).abs() <= 1.001, "{} of {}", admitted, expected);
     }
 }
+
+#[test]
+fn background_work_without_a_queue_waits_for_a_cap_only_if_the_cap_refuses_it() {
+    let (mut tree, disk) = capped("bps-total=1000");
+    let cost = RequestCost::one(100);
+    tree.record_cap_wait(disk, s(10));
+    assert!(!tree.take_cap_wait(disk), "the cap has spare capacity");
+    while tree.try_admit_read_ahead(disk, &cost, SpareRefund::NONE, s(10)) {}
+    tree.record_cap_wait(disk, s(10));
+    assert!(tree.take_cap_wait(disk));
+    assert!(!tree.take_cap_wait(disk), "it is reset");
+}

@@ -48,3 +48,19 @@ fn overrun_is_kept_after_a_quota_change() {
     assert!(tree.set_quota(group, invalid, iops_only(0), s(0)).is_err());
     assert_eq!(tree.limits(group), part(100));
 }
+
+#[test]
+fn a_member_without_a_reservation_fits_where_reservations_exceed_the_quota() {
+    let mut tree = ThrottleTree::<()>::new(s(0));
+    let outer = tree.add(None, Limits::default(), NodeShare::default()).unwrap();
+    let group = tree.add(Some(outer), Limits::default(), NodeShare::default()).unwrap();
+    let reserved = NodeShare::default().with_reservation(50, 0);
+    tree.add(Some(group), Limits::default(), reserved).unwrap();
+    tree.set_quota(outer, part(10), iops_only(0), s(0)).unwrap();
+    let small = NodeShare::default().with_reservation(1, 0);
+    assert!(tree.add(Some(group), Limits::default(), small).is_err());
+    let disk = tree.add(Some(group), Limits::default(), NodeShare::default()).unwrap();
+    let moved = tree.add_replacing(disk, Some(outer), Limits::default(), NodeShare::default());
+    assert!(moved.is_ok(), "{moved:?}");
+    assert_eq!(tree.configure(disk, part(5), NodeShare::default(), s(0)), Ok(()));
+}

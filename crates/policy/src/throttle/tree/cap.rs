@@ -48,6 +48,20 @@ impl<T> ThrottleTree<T> {
         Some(self.nodes[self.slot(node)].cap.as_ref()?.limits())
     }
 
+    /// Records that background work of a disk, which has no queue, waits for the caps on its path
+    /// that have no spare capacity.
+    ///
+    /// # Panics
+    /// Panics if the node was removed.
+    pub fn record_cap_wait(&mut self, disk: NodeId, now: Instant) {
+        let slot = self.slot(disk);
+        self.each_up(slot, |node| {
+            if let Some(cap) = &mut node.cap {
+                cap.has_waited |= !cap.buckets.has_spare(now);
+            }
+        });
+    }
+
     /// True if requests have waited for the cap of a node since the last call, or wait for it now.
     /// Waits for its limits, for groups above and for siblings do not count.
     ///

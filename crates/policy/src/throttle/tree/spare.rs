@@ -45,7 +45,7 @@ impl<T> ThrottleTree<T> {
         has_spare
     }
 
-    fn each_up(&mut self, slot: usize, mut visit: impl FnMut(&mut ThrottleNode<T>)) {
+    pub(super) fn each_up(&mut self, slot: usize, mut visit: impl FnMut(&mut ThrottleNode<T>)) {
         let mut at = slot;
         loop {
             let node = &mut self.nodes[at];
