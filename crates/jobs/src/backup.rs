@@ -150,7 +150,7 @@ impl Backup {
         settings: BackgroundSettings,
         sizes: BackupSizes,
     ) -> Result<Self, BackupError> {
-        let member = Arc::new(BackgroundMember::new(settings, disk.throttle())?);
+        let member = Arc::new(BackgroundMember::new(settings)?);
         let options = PointOptions {
             cluster_bytes: sizes.cluster_bytes,
             max_buffer_bytes: sizes.max_buffer_bytes,

@@ -31,7 +31,7 @@ async fn disk() -> Arc<Disk> {
 }
 
 async fn begin(disk: &Arc<Disk>, max_buffer_bytes: u64) -> DiskPoint {
-    let member = BackgroundMember::new(BackgroundSettings::default(), disk.throttle()).expect("valid");
+    let member = BackgroundMember::new(BackgroundSettings::default()).expect("valid");
     let options = PointOptions { cluster_bytes: CLUSTER, max_buffer_bytes, copy_bytes: 0 };
     disk.begin_point_in_time(Arc::new(member), options).await.expect("nothing prevents it")
 }

@@ -263,7 +263,7 @@ fn a_release_ends_the_point_in_time() {
     real(async move {
         make(&path, ImageFormat::Raw).await;
         let disk = Arc::new(disk(&path, ImageFormat::Raw).await);
-        let member = BackgroundMember::new(BackgroundSettings::default(), disk.throttle()).expect("valid");
+        let member = BackgroundMember::new(BackgroundSettings::default()).expect("valid");
         let member = Arc::new(member);
         let options = PointOptions { cluster_bytes: 65536, max_buffer_bytes: 65536, copy_bytes: 0 };
         let released = disk.begin_point_in_time(Arc::clone(&member), options).await;

@@ -1,9 +1,10 @@
 //! Admission of background work on a disk, such as a backup, from the capacity that clients leave.
 //!
 //! ```text
-//!   without a weight   spare capacity of the disk's group, or of the disk itself if it has no group;
-//!                      no client's request waits for it
-//!   with a weight      a member of the group like a disk, with this share
+//!   without a weight   spare capacity of the disk and of all groups above it, as read-ahead uses
+//!                      it: no client's request waits for it
+//!   with a weight      a member of the disk's group like a disk, with this share; while a
+//!                      controller caps the disk: as without a weight
 //!   in both cases      limits of its own
 //! ```
 //!
@@ -11,32 +12,44 @@
 //! none, because unused capacity accumulates for a tenth of a second. One request at a time does
 //! so.
 //!
-//! Follows the disk into another group. Never makes a request of the disk wait for its own work,
-//! except by its share.
+//! Follows the disk into another group, also while it waits. Never makes a request of the disk wait
+//! for its own work, except by its share.
 
-use std::sync::{Mutex, PoisonError};
+use std::{
+    pin::pin,
+    sync::{Mutex, PoisonError},
+};
 
 use policy::{
     request::Direction,
-    throttle::{LimitKind, Limits, NodeShare, RateLimit, RequestCost, SpareRefund, ThrottleError},
+    throttle::{LimitKind, Limits, NodeShare, RateLimit, RequestCost, ThrottleError},
     time::Duration,
 };
 
 use super::{member::ThrottleMember, settings::DiskSettings};
 use storage::RangeLocks;
 
-/// Interval at which spare capacity is requested: a tenth of the time for which it accumulates.
+/// Interval at which spare capacity is requested, and at which a waiting request follows the disk:
+/// a tenth of the time for which spare capacity accumulates.
 const RETRY_INTERVAL: Duration = Duration::from_millis(10);
 
 /// Limits and share of background work.
+///
+/// Without a weight, it is held back by the limits of the disk and of all groups above, and by the
+/// caps that the controller of a latency target sets there.
+///
+/// With a weight, it competes with the disk: the limits and caps of the groups apply, the disk's own
+/// limits do not, since they bound its clients and would leave nothing while a client uses them up.
+/// While a controller caps the disk itself, the weight has no effect. A latency target never caps
+/// the disk that has it, so a backup of that disk needs limits of its own.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct BackgroundSettings {
     /// Limit in bytes per second; 0 is unlimited.
     pub bps_total: u64,
     /// Limit in requests per second; 0 is unlimited.
     pub iops_total: u64,
-    /// Weight beside the members of the disk's group; `None` is spare capacity only. Without a
-    /// group it has no effect.
+    /// Weight beside the members of the disk's group, in [`NodeShare::WEIGHTS`]; `None` is spare
+    /// capacity only. Without a group it has no effect.
     pub weight: Option<u32>,
 }
 
@@ -69,22 +82,25 @@ impl BackgroundSettings {
     fn disk_settings(self) -> Result<DiskSettings, ThrottleError> {
         let limits = self.limits();
         limits.validate()?;
-        let share = self.weight.and_then(NodeShare::new).unwrap_or_default();
+        let share = match self.weight {
+            Some(weight) => NodeShare::new(weight).ok_or(ThrottleError::Weight(weight))?,
+            None => NodeShare::default(),
+        };
         Ok(DiskSettings { limits, share, ..DiskSettings::default() })
     }
 }
 
 impl BackgroundMember {
-    /// Adds background work of `disk` to its group.
+    /// Creates background work. It joins the group of its disk when it needs to.
     ///
     /// # Errors
-    /// [`ThrottleError`]: invalid limits.
+    /// [`ThrottleError`]: invalid limits, or an invalid weight.
     ///
     /// # Panics
     /// Panics outside a reactor.
-    pub fn new(settings: BackgroundSettings, disk: &ThrottleMember) -> Result<Self, ThrottleError> {
+    pub fn new(settings: BackgroundSettings) -> Result<Self, ThrottleError> {
         // Its limits never follow a size.
-        let member = ThrottleMember::new(settings.disk_settings()?, 0, disk.group().as_ref())?;
+        let member = ThrottleMember::new(settings.disk_settings()?, 0, None)?;
         Ok(Self {
             member,
             settings: Mutex::new(settings),
@@ -101,7 +117,7 @@ impl BackgroundMember {
     /// Changes the settings, also for work that waits.
     ///
     /// # Errors
-    /// [`ThrottleError`]: invalid limits; nothing is changed.
+    /// [`ThrottleError`]: invalid limits, or an invalid weight; nothing is changed.
     ///
     /// # Panics
     /// Panics outside a reactor.
@@ -118,27 +134,31 @@ impl BackgroundMember {
         let cost = self.cost_with_debt(bytes);
         let mut is_within_own_limits = false;
         loop {
-            let has_group = self.follow(disk);
-            if has_group && self.settings().weight.is_some() {
-                if !is_within_own_limits {
-                    self.member.admit(Direction::Read, cost).await;
+            let has_share = self.follow(disk);
+            // Again if it has got a share since, whose groups must be charged.
+            if has_share || !is_within_own_limits {
+                if self.admit_itself(disk, cost.clone()).await {
+                    return;
                 }
+                is_within_own_limits = true;
+            }
+            if disk.try_background(&cost) {
                 return;
             }
-            if has_group {
-                if self.member.try_read_ahead(&cost, SpareRefund::default()) {
-                    return;
-                }
-            } else {
-                // Alone in its tree: only its own limits delay it there.
-                if !std::mem::replace(&mut is_within_own_limits, true) {
-                    self.member.admit(Direction::Read, cost.clone()).await;
-                }
-                if disk.try_read_ahead(&cost, SpareRefund::default()) {
-                    return;
-                }
-            }
             reactor::sleep_until(reactor::now() + RETRY_INTERVAL).await;
+        }
+    }
+
+    /// Waits until the limits of the work, and of the groups if it has a share there, admit it.
+    /// Follows the disk meanwhile. Returns true if it has a share.
+    async fn admit_itself(&self, disk: &ThrottleMember, cost: RequestCost) -> bool {
+        let mut admission = pin!(self.member.admit(Direction::Read, cost));
+        loop {
+            let admitted = reactor::timeout(RETRY_INTERVAL, admission.as_mut()).await;
+            if admitted.is_ok() {
+                return self.member.group().is_some();
+            }
+            self.follow(disk);
         }
     }
 
@@ -156,10 +176,91 @@ impl BackgroundMember {
         RequestCost::equal(requests, (debt.bytes + bytes).div_ceil(requests))
     }
 
-    /// Moves to the disk's group; returns true if there is one.
+    /// Moves to the disk's group if it has a share there, with a request that waits; returns true if
+    /// so. Otherwise it is alone, so that only its own limits delay it.
     fn follow(&self, disk: &ThrottleMember) -> bool {
-        let group = disk.group();
-        self.member.move_to(group.as_ref()).expect("it has no reservation");
-        group.is_some()
+        let has_share = self.settings().weight.is_some() && disk.cap().is_none();
+        let group = disk.group().filter(|_| has_share);
+        // Without a reservation it fits into every group that has room for a disk.
+        if let Err(error) = self.member.move_to(group.as_ref()) {
+            debug_assert!(false, "a member without a reservation was rejected: {error}");
+        }
+        self.member.group().is_some()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{cell::Cell, rc::Rc, sync::Arc};
+
+    use super::*;
+    use crate::layer::throttle::{GroupSettings, ThrottleGroup};
+    use reactor::sim;
+
+    const MIB: u64 = 1 << 20;
+
+    fn limits(bps_total: u64) -> Limits {
+        BackgroundSettings { bps_total, ..BackgroundSettings::default() }.limits()
+    }
+
+    /// A group whose members wait for `wait_s`.
+    fn busy_group(wait_s: u64) -> (Arc<ThrottleGroup>, ThrottleMember) {
+        let settings = GroupSettings { limits: limits(MIB), ..GroupSettings::default() };
+        let group = ThrottleGroup::new("group", settings, None).expect("valid");
+        let other = ThrottleMember::new(DiskSettings::default(), 0, Some(&group)).expect("valid");
+        other.charge_unconditionally(Direction::Read, &RequestCost::one(wait_s * MIB));
+        (group, other)
+    }
+
+    /// Starts an admission on `disk` with a weight; the flag is true once it is admitted.
+    fn start(disk: &Rc<ThrottleMember>) -> Rc<Cell<bool>> {
+        let settings = BackgroundSettings { weight: Some(100), ..BackgroundSettings::default() };
+        let work = BackgroundMember::new(settings).expect("valid");
+        let is_admitted = Rc::new(Cell::new(false));
+        let (disk, flag) = (Rc::clone(disk), Rc::clone(&is_admitted));
+        reactor::spawn(async move {
+            work.admit(&disk, 4096).await;
+            flag.set(true);
+        });
+        is_admitted
+    }
+
+    async fn wait_s(seconds: u64) {
+        reactor::sleep_until(reactor::now() + Duration::from_secs(seconds)).await;
+    }
+
+    #[test]
+    fn a_group_that_the_disk_moves_to_is_charged() {
+        sim::run(1, async {
+            let settings = DiskSettings { limits: limits(1), ..DiskSettings::default() };
+            let disk = Rc::new(ThrottleMember::new(settings, 0, None).expect("valid"));
+            disk.charge_unconditionally(Direction::Read, &RequestCost::one(MIB));
+            let is_admitted = start(&disk);
+            wait_s(1).await;
+            let (group, _other) = busy_group(20);
+            disk.move_to(Some(&group)).expect("no reservation");
+            wait_s(15).await;
+            assert!(!is_admitted.get(), "the group has no capacity");
+            wait_s(10).await;
+            assert!(is_admitted.get(), "and the disk's own limit does not apply to a share");
+        });
+    }
+
+    #[test]
+    fn work_that_waits_follows_the_disk_to_another_group_and_out_of_it() {
+        for leaves in [false, true] {
+            sim::run(1, async move {
+                let (busy, _other) = busy_group(1000);
+                let disk = ThrottleMember::new(DiskSettings::default(), 0, Some(&busy)).expect("valid");
+                let disk = Rc::new(disk);
+                let is_admitted = start(&disk);
+                wait_s(1).await;
+                assert!(!is_admitted.get());
+                let (idle, _other) = busy_group(0);
+                disk.move_to((!leaves).then_some(&idle)).expect("no reservation");
+                wait_s(1).await;
+                assert!(is_admitted.get());
+            });
+        }
     }
 }

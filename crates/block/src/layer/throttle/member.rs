@@ -375,6 +375,12 @@ impl ThrottleMember {
         // rejected unnecessarily.
         self.slot.is_unlimited() || self.slot.try_read_ahead(cost, refund, reactor::coarse_now())
     }
+
+    /// As [`ThrottleMember::try_read_ahead`], for background work of this cost, which asks again if
+    /// it is refused. A cap that refuses it counts as [waited for](ThrottleMember::take_cap_wait).
+    pub(super) fn try_background(&self, cost: &RequestCost) -> bool {
+        self.slot.is_unlimited() || self.slot.try_background(cost, reactor::coarse_now())
+    }
 }
 
 /// Puts settings and a schedule in force, also for waiting requests.

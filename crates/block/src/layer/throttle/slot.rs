@@ -182,6 +182,18 @@ impl<K> ThrottleSlot<K> {
         location.shared_tree.lock().tree().try_admit_read_ahead(location.node, cost, refund, now)
     }
 
+    /// As [`ThrottleSlot::try_read_ahead`], for background work, which asks again if it is refused.
+    pub(super) fn try_background(&self, cost: &RequestCost, now: Instant) -> bool {
+        let location = self.lock();
+        let mut locked = location.shared_tree.lock();
+        let refund = SpareRefund::default();
+        let is_admitted = locked.tree().try_admit_read_ahead(location.node, cost, refund, now);
+        if !is_admitted {
+            locked.tree().record_cap_wait(location.node, now);
+        }
+        is_admitted
+    }
+
     /// Statistics of the current node and of earlier ones: counters and the longest wait of all
     /// nodes, percentiles of the waits since the last move.
     pub(super) fn stats(&self, now: Instant) -> ThrottleStats {
