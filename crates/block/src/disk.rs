@@ -2,7 +2,8 @@
 //! that composes layers and image.
 //!
 //! ```text
-//!   export ──► Disk ──► throttle ──► prefetch ──► image ──► storage
+//!   export ──► Disk ──► throttle ─┬─► reads: prefetch ─────────────┬─► image ──► storage
+//!                                 └─► changes: copy-before-write ──┘
 //! ```
 //!
 //! An export validates each request first: inside the disk, not too long, permitted. The request

@@ -20,13 +20,14 @@ mod plan;
 
 use std::{
     cell::{Cell, RefCell},
+    convert::Infallible,
     ops::Range,
     rc::Rc,
     sync::Arc,
 };
 
 use block::{
-    disk::{Disk, DiskPoint},
+    disk::{AdmissionPermit, Disk, DiskPoint},
     layer::{
         copy_before_write::{OldData, PointFailure, PointOptions},
         throttle::{BackgroundMember, BackgroundSettings},
@@ -36,7 +37,7 @@ use event_listener::Event;
 use image::Image;
 use policy::throttle::ThrottleError;
 use reactor::{JoinHandle, error::Error};
-use storage::{Durability, ZeroOptions};
+use storage::{Durability, RangeLocks, ZeroOptions};
 
 use self::plan::{Piece, Plan};
 use crate::job::{Job, JobResult};
@@ -61,7 +62,7 @@ const ZERO_UNIT: usize = 4096;
 pub struct BackupSizes {
     /// Size of a cluster in bytes, a power of two.
     pub cluster_bytes: u64,
-    /// Bound of the buffer for old data, in bytes.
+    /// Bound of the buffer for old data, in bytes: see [`PointOptions::max_buffer_bytes`].
     pub max_buffer_bytes: u64,
 }
 
@@ -135,6 +136,8 @@ struct Shared {
     running: Cell<usize>,
     failure: RefCell<Option<BackupError>>,
     ended: Event,
+    /// Held by the task that asks for admission.
+    admission_turn: RangeLocks,
 }
 
 impl Backup {
@@ -150,6 +153,14 @@ impl Backup {
         settings: BackgroundSettings,
         sizes: BackupSizes,
     ) -> Result<Self, BackupError> {
+        let check_size = |disk_bytes| match target.image.size_bytes() {
+            target_bytes if target_bytes < disk_bytes => {
+                Err(BackupError::TooSmall { target_bytes, disk_bytes })
+            }
+            _ => Ok(()),
+        };
+        // Before clients' changes wait.
+        check_size(disk.size_bytes())?;
         let member = Arc::new(BackgroundMember::new(settings)?);
         let options = PointOptions {
             cluster_bytes: sizes.cluster_bytes,
@@ -158,11 +169,9 @@ impl Backup {
             copy_bytes: COPIES as u64 * COPY_BYTES.max(sizes.cluster_bytes) + target.image.max_cache_bytes(),
         };
         let point = disk.begin_point_in_time(member, options).await?;
-        let (target_bytes, disk_bytes) = (target.image.size_bytes(), point.point().size_bytes());
-        if target_bytes < disk_bytes {
-            return Err(BackupError::TooSmall { target_bytes, disk_bytes });
-        }
-        job.start(disk_bytes);
+        // The disk may have grown since.
+        check_size(point.point().size_bytes())?;
+        job.start(point.point().size_bytes());
         Ok(Self { job: Arc::clone(job), point, target })
     }
 
@@ -184,14 +193,16 @@ impl Backup {
             running: Cell::new(COPIES + SAVED_WRITERS),
             failure: RefCell::default(),
             ended: Event::new(),
+            admission_turn: RangeLocks::default(),
         });
         // Dropping the handles cancels the tasks.
         let tasks = Shared::start(&shared);
-        let copied = first_of(shared.all_ended(), async {
+        let cancelled = async {
             job.cancelled().await;
             Ok(())
-        });
-        let copied = copied.await;
+        };
+        // All tasks may wait for a target that does not answer.
+        let copied = first_of(first_of(shared.all_ended(), shared.point_failed()), cancelled).await;
         // Before the tasks, which the executor drops later.
         shared.point.end();
         drop(tasks);
@@ -254,20 +265,40 @@ impl Shared {
         }
     }
 
+    /// Waits until the point in time has failed.
+    async fn point_failed(&self) -> Result<(), BackupError> {
+        match self.point.point().wait_for(|_| None::<Infallible>).await {
+            Ok(never) => match never {},
+            Err(failure) => Err(failure.into()),
+        }
+    }
+
+    /// Waits until a copy of `bytes` is admitted and the job is not paused.
+    async fn admit(&self, bytes: u64) -> AdmissionPermit {
+        // One task at a time asks for admission, so a pause stops all but that one before they are
+        // charged.
+        let _turn = self.admission_turn.exclusive(0..1).await;
+        self.job.wait_while_paused().await;
+        let permit = self.point.disk().admit_background(self.point.point().member(), bytes).await;
+        // A pause during the wait; the copy is charged already.
+        self.job.wait_while_paused().await;
+        permit
+    }
+
     /// Copies pieces of the plan until nothing remains.
     async fn copy_pieces(&self) -> Result<(), BackupError> {
         loop {
             self.job.wait_while_paused().await;
-            let Some(piece) = self.plan.next(self.point.point()).await? else { return Ok(()) };
+            let Some(piece) = self.plan.next(&self.point).await? else { return Ok(()) };
             match piece.kind() {
                 Piece::Zeroes(range) => {
+                    self.job.wait_while_paused().await;
                     for zeroes in self.point.point().skip_zeroes(range) {
                         self.write_zeroes(zeroes).await?;
                     }
                 }
                 Piece::Data(range) => {
-                    let member = self.point.point().member();
-                    let permit = self.point.disk().admit_background(member, range.end - range.start).await;
+                    let permit = self.admit(range.end - range.start).await;
                     for data in self.point.read(permit, range.clone()).await? {
                         self.write(data).await?;
                     }

@@ -11,15 +11,19 @@
 
 use std::{ops::Range, sync::Arc};
 
-use policy::time::Duration;
+use policy::{request::Direction, time::Duration};
 
 use super::{AdmissionPermit, Disk};
 use crate::layer::{
-    copy_before_write::{OldData, OnFullBuffer, PointFailure, PointInTime, PointOptions, Saved},
+    copy_before_write::{ChangeKind, OldData, PointFailure, PointInTime, PointOptions, Saved},
     throttle::BackgroundMember,
 };
+use crate::recorder::DiskOperation;
 use reactor::error::{Error, Result};
-use storage::epoch_gate::{ExclusiveGuard, RequestGuard};
+use storage::{
+    Extent,
+    epoch_gate::{ExclusiveGuard, RequestGuard},
+};
 
 /// Timeout of [`Disk::begin_point_in_time`]: clients' changes wait for as long.
 const QUIESCE_TIMEOUT: Duration = Duration::from_secs(5);
@@ -48,7 +52,8 @@ impl Disk {
     }
 
     /// Begins a point in time of the present content; its I/O is charged to `member`. Clients'
-    /// changes wait until those in flight have completed, for [`QUIESCE_TIMEOUT`] at most.
+    /// changes wait until those in flight have completed, for [`QUIESCE_TIMEOUT`] at most; they do
+    /// not wait if it is refused for another reason.
     ///
     /// # Errors
     /// [`PointFailure`]: one exists already, the storage does not answer, another process may have
@@ -58,19 +63,21 @@ impl Disk {
         member: Arc<BackgroundMember>,
         options: PointOptions,
     ) -> std::result::Result<DiskPoint, PointFailure> {
-        // Checked first, so that clients do not wait in vain, and again when no other can begin.
-        if self.has_point_in_time() {
-            return Err(PointFailure::Busy);
-        }
+        // Excludes the release of the image until the point in time is set. Before the gate is
+        // closed, the order in which requests enter: a release waits for requests, which may wait
+        // for the gate.
+        let _guard = self.enter().await.map_err(|_| PointFailure::Released)?;
+        self.copy_before_write.check()?;
+        let create = || PointInTime::new(&self.image, Arc::clone(&member), &self.memory, options);
+        let mut point = create()?;
         let not_quiet = |_| PointFailure::NotQuiet { timeout_s: QUIESCE_TIMEOUT.as_secs() };
         let quiesced = self.quiesce(QUIESCE_TIMEOUT).await.map_err(not_quiet)?;
-        // Excludes the release of the image until the point in time is set.
-        let _guard = self.enter().await.map_err(|_| PointFailure::Released)?;
-        if self.has_point_in_time() {
-            return Err(PointFailure::Busy);
+        if point.size_bytes() != self.size_bytes() {
+            // Resized since. The memory of the first one is free for the second one.
+            drop(point);
+            point = create()?;
         }
-        let point = PointInTime::new(&self.image, member, &self.memory, options)?;
-        self.copy_before_write.set(Arc::clone(&point), &quiesced.0);
+        self.copy_before_write.set(Arc::clone(&point), &quiesced.0)?;
         Ok(DiskPoint { disk: Arc::clone(self), point })
     }
 
@@ -82,39 +89,45 @@ impl Disk {
     /// Waits until background work of `bytes` on this disk is admitted, and charges it.
     pub async fn admit_background(&self, member: &BackgroundMember, bytes: u64) -> AdmissionPermit {
         member.admit(&self.member, bytes).await;
-        // Not recorded and not measured: it is no request of a client.
+        // Not recorded, and without latencies: it is no request of a client.
         AdmissionPermit { requests: 1, cancel_token: None, times: None, lengths: None, _in_flight: None }
     }
 
-    /// Begins a change of `length` bytes at `offset`, which ends when the guard is dropped. Saves
+    /// Begins a write of `length` bytes at `offset`, which ends when the guard is dropped. Saves
     /// their old data first if there is a point in time.
     pub(super) async fn begin_change(&self, offset: u64, length: u64) -> RequestGuard<'_> {
+        self.begin_change_of(ChangeKind::Write, offset, length).await
+    }
+
+    /// As [`Disk::begin_change`], for a change that replaces any amount of data by zeroes or
+    /// removes it.
+    pub(super) async fn begin_removal(&self, offset: u64, length: u64) -> RequestGuard<'_> {
+        self.begin_change_of(ChangeKind::Removal, offset, length).await
+    }
+
+    async fn begin_change_of(&self, kind: ChangeKind, offset: u64, length: u64) -> RequestGuard<'_> {
         match self.copy_before_write.try_enter() {
             Some(guard) => guard,
             // Boxed: the unusual path must not enlarge the future of every change.
-            None => {
-                Box::pin(self.save_and_enter(offset..offset.saturating_add(length), OnFullBuffer::FailPoint))
-                    .await
-                    .0
-            }
+            None => Box::pin(self.save_and_enter(offset..offset.saturating_add(length), kind)).await.0,
         }
     }
 
     /// As [`Disk::begin_change`], for a discard. `None` if it must not be executed, because the
-    /// buffer has no room for the old data.
+    /// buffer has no room for the old data, or too little of it is left for writes.
     pub(super) async fn begin_discard(&self, offset: u64, length: u64) -> Option<RequestGuard<'_>> {
         if let Some(guard) = self.copy_before_write.try_enter() {
             return Some(guard);
         }
         let range = offset..offset.saturating_add(length);
-        let (guard, saved) = Box::pin(self.save_and_enter(range, OnFullBuffer::SkipChange)).await;
+        let (guard, saved) = Box::pin(self.save_and_enter(range, ChangeKind::Discard)).await;
         (saved == Saved::Proceed).then_some(guard)
     }
 
-    async fn save_and_enter(&self, range: Range<u64>, on_full: OnFullBuffer) -> (RequestGuard<'_>, Saved) {
+    async fn save_and_enter(&self, range: Range<u64>, kind: ChangeKind) -> (RequestGuard<'_>, Saved) {
         let (guard, point) = self.copy_before_write.enter().await;
         let saved = match point {
-            Some(point) => point.save(range, on_full).await,
+            Some(point) => point.save(range, kind).await,
             None => Saved::Proceed,
         };
         (guard, saved)
@@ -156,7 +169,24 @@ impl DiskPoint {
         _: AdmissionPermit,
         range: Range<u64>,
     ) -> std::result::Result<Vec<OldData>, PointFailure> {
-        self.point.read(range).await
+        // The image is released only when no read is in flight.
+        let _guard = self.disk.enter().await.map_err(|_| PointFailure::Released)?;
+        // The controller of a latency target on the device sees this load as the disk's.
+        let meter = &self.disk.latency_meter;
+        let _in_flight = meter.begin(Direction::Read, 1, range.end - range.start);
+        let data = self.point.read(range).await?;
+        meter.complete(DiskOperation::Read, 1, data.iter().map(OldData::length_bytes).sum());
+        Ok(data)
+    }
+
+    /// Allocation status of the disk's present content, which is that of the instant for all
+    /// clusters that are not saved afterwards.
+    ///
+    /// # Errors
+    /// [`PointFailure`].
+    pub async fn block_status(&self, range: Range<u64>) -> std::result::Result<Vec<Extent>, PointFailure> {
+        let _guard = self.disk.enter().await.map_err(|_| PointFailure::Released)?;
+        self.point.block_status(range).await
     }
 }
 

@@ -103,10 +103,12 @@ fn a_full_buffer_fails_the_point_and_not_the_write() {
 fn a_discard_that_does_not_fit_is_not_executed() {
     sim::run(1, async {
         let disk = disk().await;
-        let point = begin(&disk, 2 << 20).await;
+        let point = begin(&disk, 4 << 20).await;
         disk.discard(admit(&disk).await, 0, SIZE, Durability::Cached).await.expect("a hint");
         assert_eq!(first_bytes(&disk).await, [7; 4096]);
-        assert_eq!(old_bytes(&point).await, 2 << 20, "and the point in time has not failed");
+        assert_eq!(point.point().buffered_bytes(), 1 << 20, "a quarter");
+        write(&disk, 4 << 20, 1).await;
+        assert_eq!(old_bytes(&point).await, (1 << 20) + CLUSTER, "and a write finds room");
         drop(point);
         disk.discard(admit(&disk).await, 0, SIZE, Durability::Cached).await.expect("memory");
         assert_eq!(first_bytes(&disk).await, [0; 4096]);
@@ -202,5 +204,97 @@ fn a_point_in_time_prevents_an_upgrade() {
         assert_eq!(disk.check_upgrade(), Err(UpgradeRefusal::PointInTime));
         drop(point);
         assert_eq!(disk.check_upgrade(), Ok(()));
+    });
+}
+
+#[test]
+fn a_large_removal_fails_the_point_and_is_not_delayed_by_its_copy() {
+    sim::run(1, async {
+        let disk = disk().await;
+        let point = begin(&disk, SIZE).await;
+        disk.write_zeroes(admit(&disk).await, 0, SIZE / 2, ZEROES).await.expect("memory");
+        assert_eq!(old_bytes(&point).await, SIZE / 2, "one half fits");
+        drop(point);
+        let disk = self::disk().await;
+        let point = begin(&disk, SIZE).await;
+        disk.resize(SIZE / 4).await.expect("memory");
+        let failure = point.point().next_old_data().await.expect_err("it has failed");
+        assert_eq!(failure, PointFailure::LargeRemoval { max_bytes: SIZE / 2 });
+    });
+}
+
+#[test]
+fn zeroes_that_are_allocated_leave_room_in_the_buffer() {
+    sim::run(1, async {
+        let image = Image::Raw(RawImage::new(Storage::with_content(&vec![0; SIZE as usize]).await));
+        let disk = Arc::new(Disk::new("disk", image, Default::default(), None).expect("no limits"));
+        let point = begin(&disk, 2 * CLUSTER).await;
+        for cluster in 0..4 {
+            write(&disk, cluster * CLUSTER, 1).await;
+        }
+        assert!(point.point().buffered_bytes() < 4096);
+        let data = point.point().next_old_data().await.expect("it has not failed").expect("some");
+        assert_eq!(data.data(), None);
+    });
+}
+
+/// A disk whose requests take up to a second.
+fn slow_disk() -> Arc<Disk> {
+    let behaviour = Behaviour { latency: Duration::from_secs(1), ..Behaviour::default() };
+    let device = SimulatedStorage::new(vec![7; SIZE as usize], behaviour);
+    let image = Image::Raw(RawImage::new(Storage::Simulated(Align::new(device))));
+    Arc::new(Disk::new("disk", image, Default::default(), None).expect("no limits"))
+}
+
+#[test]
+fn changes_do_not_wait_for_a_begin_that_is_refused() {
+    sim::run(1, async {
+        let disk = slow_disk();
+        let options = PointOptions { cluster_bytes: CLUSTER, max_buffer_bytes: SIZE, copy_bytes: 0 };
+        let point = begin(&disk, SIZE).await;
+        let started = reactor::now();
+        let writing = reactor::spawn_joinable({
+            let disk = Arc::clone(&disk);
+            async move { write(&disk, 0, 1).await }
+        });
+        reactor::sleep_until(reactor::now() + Duration::from_nanos(1)).await;
+        let second = disk.begin_point_in_time(Arc::clone(point.point().member()), options).await;
+        assert_eq!(second.err(), Some(PointFailure::Busy));
+        assert!(reactor::now().nanos_since(started) < 1_000_000, "it did not wait for the write");
+        writing.await;
+    });
+}
+
+#[test]
+fn a_resize_during_the_begin_counts() {
+    sim::run(1, async {
+        let disk = slow_disk();
+        let resizing = reactor::spawn_joinable({
+            let disk = Arc::clone(&disk);
+            async move { disk.resize(SIZE / 2).await }
+        });
+        reactor::sleep_until(reactor::now() + Duration::from_nanos(1)).await;
+        assert_eq!(disk.size_bytes(), SIZE);
+        let point = begin(&disk, SIZE).await;
+        assert_eq!(point.point().size_bytes(), SIZE / 2);
+        resizing.await.expect("simulated");
+    });
+}
+
+#[test]
+fn no_point_in_time_begins_while_the_disk_is_suspended() {
+    sim::run(1, async {
+        let disk = disk().await;
+        let point = begin(&disk, CLUSTER).await;
+        disk.suspend().await.expect("memory");
+        let failure = point.point().next_old_data().await.expect_err("it has failed");
+        assert_eq!(failure, PointFailure::HandedOver);
+        drop(point);
+        let member = Arc::new(BackgroundMember::new(BackgroundSettings::default()).expect("valid"));
+        let options = PointOptions { cluster_bytes: CLUSTER, max_buffer_bytes: 0, copy_bytes: 0 };
+        let refused = disk.begin_point_in_time(member, options).await.expect_err("it is suspended");
+        assert_eq!(refused, PointFailure::Suspended);
+        disk.resume(&[]).await.expect("memory");
+        drop(begin(&disk, CLUSTER).await);
     });
 }

@@ -17,7 +17,7 @@ use image::{
         create::{CreateOptions, create},
     },
 };
-use reactor::{PollingMode, buffer::IoBuffer, run, spawn_joinable};
+use reactor::{PollingMode, buffer::IoBuffer, run, spawn_joinable, yield_now};
 use storage::{CacheMode, Durability, ImageFormat, OpenOptions, ZeroOptions, open_storage};
 
 const SIZE: u64 = 64 << 20;
@@ -274,5 +274,84 @@ fn a_release_ends_the_point_in_time() {
         assert!(disk.is_released());
         let failure = point.point().next_old_data().await.expect_err("it has failed");
         assert_eq!(failure, PointFailure::HandedOver);
+    });
+}
+
+/// A point in time's options, and a member for it.
+fn point() -> (Arc<BackgroundMember>, PointOptions) {
+    let member = BackgroundMember::new(BackgroundSettings::default()).expect("valid");
+    (Arc::new(member), PointOptions { cluster_bytes: 65536, max_buffer_bytes: 1 << 20, copy_bytes: 0 })
+}
+
+/// Runs other tasks until they wait.
+async fn run_others() {
+    for _ in 0..20 {
+        yield_now().await;
+    }
+}
+
+#[test]
+fn a_release_during_the_begin_of_a_point_in_time_completes() {
+    let directory = tempfile::tempdir().expect("a directory");
+    let path = directory.path().join("image");
+    real(async move {
+        make(&path, ImageFormat::Raw).await;
+        let disk = Arc::new(disk(&path, ImageFormat::Raw).await);
+        disk.hold(HOLD_TIMEOUT, || true).await.expect("free");
+        let change = disk.begin_change(0, 1).await;
+        let tasks = [
+            spawn_joinable({
+                let disk = Arc::clone(&disk);
+                async move { drop(disk.begin_point_in_time(point().0, point().1).await) }
+            }),
+            spawn_joinable({
+                let disk = Arc::clone(&disk);
+                async move {
+                    run_others().await;
+                    write(&disk, 0, 1).await.expect("it arrived before the release");
+                }
+            }),
+            spawn_joinable({
+                let disk = Arc::clone(&disk);
+                async move {
+                    run_others().await;
+                    run_others().await;
+                    disk.release().await;
+                }
+            }),
+        ];
+        for _ in 0..4 {
+            run_others().await;
+        }
+        drop(change);
+        let all = async {
+            for task in tasks {
+                task.await;
+            }
+        };
+        reactor::timeout(HOLD_TIMEOUT, all).await.expect("none waits for another one for ever");
+        assert!(disk.is_released());
+    });
+}
+
+#[test]
+fn a_release_ends_the_point_in_time_before_it_waits_for_requests() {
+    let directory = tempfile::tempdir().expect("a directory");
+    let path = directory.path().join("image");
+    real(async move {
+        make(&path, ImageFormat::Raw).await;
+        let disk = Arc::new(disk(&path, ImageFormat::Raw).await);
+        disk.hold(HOLD_TIMEOUT, || true).await.expect("free");
+        let point = disk.begin_point_in_time(point().0, point().1).await.expect("it is held");
+        let request = disk.enter().await.expect("it is held");
+        let releasing = spawn_joinable({
+            let disk = Arc::clone(&disk);
+            async move { disk.release().await }
+        });
+        let failure = point.point().next_old_data().await.expect_err("it fails");
+        assert_eq!(failure, PointFailure::HandedOver);
+        assert!(!disk.is_released());
+        drop(request);
+        releasing.await;
     });
 }

@@ -11,7 +11,7 @@ impl Disk {
     pub async fn resize(&self, size_bytes: u64) -> std::result::Result<(), ResizeError> {
         let _guard = self.enter().await?;
         // A shrink changes everything beyond the new end.
-        let _change = self.begin_change(size_bytes, u64::MAX).await;
+        let _change = self.begin_removal(size_bytes, u64::MAX).await;
         let old = self.size_bytes();
         // Invalidates everything: the image may have been truncated from outside too, unnoticed.
         self.prefetch.change(0, u64::MAX, self.image.resize(size_bytes)).await?;

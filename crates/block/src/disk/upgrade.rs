@@ -17,6 +17,7 @@ use std::io;
 use policy::time::Duration;
 
 use super::Disk;
+use crate::layer::copy_before_write::PointFailure;
 use reactor::error::Error;
 use storage::{OpenError, PassedFile};
 
@@ -148,13 +149,17 @@ impl Disk {
     }
 
     /// Suspends the disk: writes cached data to the files, so that another process can resume it.
-    /// No request may be in flight or made until [`Disk::resume`]. A disk with handover is
+    /// No request may be in flight or made until [`Disk::resume`]. A point in time fails, and none
+    /// can begin until then: [`Disk::check_upgrade`] has refused those before. A disk with handover is
     /// [held](Disk::retain). Storage that does not answer is waited for at most twice
     /// [`QUIESCE_TIMEOUT`].
     ///
     /// # Errors
     /// The image's error, [`Error::TIMED_OUT`]; the disk can be resumed.
     pub async fn suspend(&self) -> Result<(), Error> {
+        if let Some(point) = self.copy_before_write.suspend(true) {
+            point.fail(PointFailure::HandedOver);
+        }
         let is_quiet = async {
             self.prefetch.stop().await;
             // Operations of cancelled requests may still be in flight. They end soon, without
@@ -196,6 +201,7 @@ impl Disk {
             }
         }
         // After the metadata is read: requests are accepted from now on.
+        self.copy_before_write.suspend(false);
         self.mark_held();
         self.prefetch.restart();
         Ok(())

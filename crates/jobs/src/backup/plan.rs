@@ -10,7 +10,10 @@ use std::{
     ops::Range,
 };
 
-use block::layer::copy_before_write::{PointFailure, PointInTime};
+use block::{
+    disk::DiskPoint,
+    layer::copy_before_write::{PointFailure, PointInTime},
+};
 use event_listener::Event;
 use storage::RangeLocks;
 
@@ -61,7 +64,8 @@ impl Plan {
     }
 
     /// The next piece; `None` if everything is saved.
-    pub(super) async fn next(&self, point: &PointInTime) -> Result<Option<PlannedPiece<'_>>, PointFailure> {
+    pub(super) async fn next(&self, disk: &DiskPoint) -> Result<Option<PlannedPiece<'_>>, PointFailure> {
+        let point = disk.point();
         let _turn = self.turn.exclusive(0..1).await;
         loop {
             let piece = self.pieces.borrow_mut().pop_front();
@@ -69,8 +73,13 @@ impl Plan {
                 self.in_progress.set(self.in_progress.get() + 1);
                 return Ok(Some(PlannedPiece { plan: self, piece }));
             }
-            if let Some(range) = point.next_unsaved(self.cursor.get(), QUERY_BYTES) {
-                self.extend(point, range).await?;
+            if let Some(range) = self.next_unsaved(point) {
+                match self.extend(disk, range.clone()).await {
+                    Ok(()) => {}
+                    // A shrink has saved a part of the range and removed it meanwhile.
+                    Err(_) if self.next_unsaved(point) != Some(range) => {}
+                    Err(failure) => return Err(failure),
+                }
                 continue;
             }
             // Clusters before the cursor may be unsaved: tasks work on them, or have given up.
@@ -91,9 +100,14 @@ impl Plan {
         }
     }
 
+    fn next_unsaved(&self, point: &PointInTime) -> Option<Range<u64>> {
+        point.next_unsaved(self.cursor.get(), QUERY_BYTES)
+    }
+
     /// Plans the beginning of `range`, whole clusters, as far as one query shows its status.
-    async fn extend(&self, point: &PointInTime, range: Range<u64>) -> Result<(), PointFailure> {
-        let extents = point.block_status(range.clone()).await?;
+    async fn extend(&self, disk: &DiskPoint, range: Range<u64>) -> Result<(), PointFailure> {
+        let point = disk.point();
+        let extents = disk.block_status(range.clone()).await?;
         let mut zeroes: Vec<Range<u64>> = Vec::new();
         let mut at = range.start;
         for extent in extents {

@@ -84,7 +84,7 @@ async fn run(results: &Cell<Results>) {
     match result {
         JobResult::Completed => counts.completed += 1,
         JobResult::Cancelled => counts.cancelled += 1,
-        JobResult::Failed(error) if error.contains("buffer") => {
+        JobResult::Failed(error) if error.contains("buffer") || error.contains("cut off") => {
             assert!(max_buffer_bytes < 64 << 20, "{error}");
             counts.full += 1;
         }

@@ -5,7 +5,8 @@
 //! - `backups`: the operations above, with raw and qcow2 images, and limits.
 //! - `guest`: a guest, and the model of what its disk may contain.
 //! - `world`: the images of a seed.
-//! - `rates`: a backup uses spare capacity, its weight, or its limits.
+//! - `rates`: a backup uses spare capacity, its weight, or its limits; pauses, and targets that do
+//!   not answer.
 //!
 //! `WEIR_SEED=n` runs one seed, `WEIR_SEEDS=n` the first n. A failure prints the command that
 //! repeats it.

@@ -12,12 +12,17 @@ use jobs::{
     job::{Job, JobKind, JobResult, JobStatus},
 };
 use policy::{
+    latency_target::{RateCap, UNIT_BYTES},
     request::Direction,
     throttle::{LimitKind, Limits, RateLimit, RequestCost},
     time::Duration,
 };
-use reactor::{now, sim, sleep_until, spawn_joinable};
-use storage::Storage;
+use reactor::{buffer::IoBuffer, now, sim, sleep_until, spawn_joinable, timeout};
+use storage::{
+    Durability, Storage,
+    align::Align,
+    simulated::{Behaviour, SimulatedStorage},
+};
 
 const MIB: u64 = 1 << 20;
 /// Limit of the group in bytes per second.
@@ -134,5 +139,101 @@ fn without_a_group_a_backup_gets_what_the_disks_own_limits_leave() {
         let disk = disk(RATE, None).await;
         let (guest, backup) = rates(&disk, 12 * MIB, BackgroundSettings::default()).await;
         assert!(guest >= 11 && (3..=4).contains(&backup), "{guest} and {backup}");
+    });
+}
+
+#[test]
+fn the_disks_own_limits_hold_back_a_backup_in_a_group() {
+    sim::run(1, async {
+        let group = group();
+        let disk = disk(RATE / 2, Some(&group)).await;
+        let (guest, backup) = rates(&disk, 6 * MIB, BackgroundSettings::default()).await;
+        assert!(guest >= 5 && (1..=2).contains(&backup), "{guest} and {backup}");
+    });
+}
+
+#[test]
+fn the_cap_of_a_latency_target_holds_back_a_backup_with_and_without_a_weight() {
+    sim::run(1, async {
+        for (weight, has_group) in [(None, false), (None, true), (Some(100), true)] {
+            let group = has_group.then(group);
+            let disk = disk(0, group.as_ref()).await;
+            // 4 MiB per second.
+            disk.throttle().set_cap(Some(RateCap::new(4 * MIB / UNIT_BYTES)));
+            let settings = BackgroundSettings { weight, ..BackgroundSettings::default() };
+            let (guest, backup) = rates(&disk, MIB, settings).await;
+            assert!(guest <= 1 && (2..=4).contains(&backup), "{weight:?}: {guest} and {backup}");
+            assert!(disk.throttle().take_cap_wait(), "the controller sees that it waits");
+        }
+    });
+}
+
+#[test]
+fn an_invalid_weight_is_an_error() {
+    sim::run(1, async {
+        let disk = disk(0, None).await;
+        for weight in [0, 20_000] {
+            let job = Job::new("backup-disk", JobKind::Backup);
+            let image = Arc::new(Image::Raw(RawImage::new(Storage::memory(disk.size_bytes()))));
+            let target = BackupTarget { image, is_zero: true };
+            let settings = BackgroundSettings { weight: Some(weight), ..BackgroundSettings::default() };
+            let refused = Backup::begin(&job, &disk, target, settings, BackupSizes::default()).await;
+            let error = refused.expect_err("out of range").to_string();
+            assert!(error.contains("from 1 to 10000"), "{error}");
+            assert!(!disk.has_point_in_time());
+        }
+    });
+}
+
+#[test]
+fn a_paused_backup_copies_nothing_that_waited_for_admission() {
+    sim::run(1, async {
+        let group = group();
+        let disk = disk(0, Some(&group)).await;
+        let job = start(&disk, BackgroundSettings::default()).await;
+        let guest = spawn_joinable(guest(Arc::clone(&disk), 1000 * MIB));
+        let wait_s = async |seconds| sleep_until(now() + Duration::from_secs(seconds)).await;
+        wait_s(1).await;
+        job.pause().expect("it is running");
+        guest.await;
+        let copied = |job: &Job| job.status().progress.copied_bytes;
+        let before = copied(&job);
+        wait_s(2).await;
+        assert_eq!(copied(&job), before);
+        job.resume().expect("it is paused");
+        wait_s(2).await;
+        assert!(copied(&job) > before);
+        job.cancel().expect("it is running");
+        job.concluded().await;
+    });
+}
+
+#[test]
+fn a_target_that_does_not_answer_cannot_keep_a_failed_backup() {
+    sim::run(1, async {
+        let disk = disk(0, None).await;
+        let job = Job::new("backup-disk", JobKind::Backup);
+        let device = SimulatedStorage::new(vec![0; 64 * MIB as usize], Behaviour::default());
+        // No request completes from now on.
+        device.crash();
+        let image = Arc::new(Image::Raw(RawImage::new(Storage::Simulated(Align::new(device)))));
+        // A cluster for each task that writes old data, so that all of them wait for the target.
+        let sizes = BackupSizes { max_buffer_bytes: 256 << 10, ..BackupSizes::default() };
+        let target = BackupTarget { image, is_zero: false };
+        let settings = BackgroundSettings::default();
+        let backup = Backup::begin(&job, &disk, target, settings, sizes).await.expect("valid");
+        let running = spawn_joinable(backup.run());
+        sleep_until(now() + Duration::from_secs(1)).await;
+        // Beyond what the copies in flight have read.
+        for offset in (32 * MIB..33 * MIB).step_by(64 << 10) {
+            let permit = disk.admit(Direction::Write, RequestCost::one(4096)).await;
+            let data = IoBuffer::copy_of(&[1; 4096]).into();
+            disk.write(permit, offset, data, Durability::Cached).await.expect("memory");
+            sleep_until(now() + Duration::from_millis(1)).await;
+        }
+        let result = timeout(Duration::from_secs(1), running).await.expect("at once");
+        let JobResult::Failed(error) = result else { panic!("{result:?}") };
+        assert!(error.contains("buffer of 0 MiB is full"), "{error}");
+        assert!(!disk.has_point_in_time(), "the disk is free");
     });
 }

@@ -71,7 +71,7 @@ impl World {
 }
 
 fn draw_errors() -> f64 {
-    if chance(20) { sim::random(fastrand::Rng::f64) / 50.0 } else { 0.0 }
+    if chance(40) { sim::random(fastrand::Rng::f64) / 50.0 } else { 0.0 }
 }
 
 fn draw_group() -> Arc<ThrottleGroup> {

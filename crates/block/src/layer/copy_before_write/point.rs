@@ -12,7 +12,10 @@
 //! of the instant, so its allocation status is too.
 //!
 //! The buffer has a bound. If a change does not find room in it, the point in time fails and the
-//! change proceeds. A discard, which is a hint, is not executed instead.
+//! change proceeds. A discard, which is a hint, is not executed instead; discards fill a part of
+//! the buffer only ([`DISCARD_PARTS`]), so that the next write finds room. A large write-zeroes or
+//! shrink would wait until all of its old data is read, one read after the other, so it fails the
+//! point in time too ([`REMOVAL_PARTS`]).
 //!
 //! Never writes to the image.
 
@@ -43,6 +46,11 @@ const MIN_QUERY_BYTES: u64 = 1 << 20;
 const MAX_QUERY_BYTES: u64 = 1 << 30;
 /// Memory in bytes that an entry without data is charged, so that their number is bounded as well.
 const ENTRY_BYTES: u64 = 256;
+/// Divisor of the buffer for the part that discards may fill: one quarter.
+const DISCARD_PARTS: u64 = 4;
+/// Divisor of the buffer for the old data that is read for one write-zeroes or shrink: one half.
+/// By default these are 32 MiB, which a hard disk reads in less than a second.
+const REMOVAL_PARTS: u64 = 2;
 /// Largest number of clusters: 64 TiB in clusters of 64 KiB, whose states need 128 MiB.
 const MAX_CLUSTERS: u64 = 1 << 30;
 
@@ -51,7 +59,9 @@ const MAX_CLUSTERS: u64 = 1 << 30;
 pub struct PointOptions {
     /// Size of a cluster in bytes, a power of two: the unit in which old data is copied.
     pub cluster_bytes: u64,
-    /// Bound of the buffer for old data, in bytes.
+    /// Bound of the buffer for old data, in bytes. A write that exceeds it fails the point in time;
+    /// so does a write-zeroes or shrink that exceeds it, or that replaces more data than one half
+    /// of it. A discard that exceeds one quarter of it is not executed.
     pub max_buffer_bytes: u64,
     /// Memory in bytes for data that the job itself has in flight.
     pub copy_bytes: u64,
@@ -78,6 +88,16 @@ pub enum PointFailure {
         /// Bound of the buffer in bytes.
         max_buffer_bytes: u64,
     },
+    /// One change replaces more data than can be read before it.
+    #[error(
+        "a client zeroed or cut off more than {} MiB of data at once, which cannot be kept (repeat \
+         the backup)",
+        max_bytes >> 20
+    )]
+    LargeRemoval {
+        /// Largest amount of data of one change, in bytes.
+        max_bytes: u64,
+    },
     /// The disk has too many clusters.
     #[error("the disk is larger than {} TiB, which one backup can copy", max_bytes >> 40)]
     TooLarge {
@@ -96,6 +116,9 @@ pub enum PointFailure {
     /// The image passes to another process.
     #[error("the image was passed to another process")]
     HandedOver,
+    /// The disk is suspended for another process.
+    #[error("the disk is being passed to another process (try again when that has finished)")]
+    Suspended,
     /// Requests in flight did not complete in time.
     #[error("requests in flight did not complete within {timeout_s} s: the storage does not answer")]
     NotQuiet {
@@ -147,13 +170,15 @@ pub struct OldData {
     charged_bytes: u64,
 }
 
-/// Treatment of a change that does not find room in the buffer.
+/// Kind of a change: the amount of old data that it may save, and what happens beyond.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum OnFullBuffer {
-    /// The point in time fails, and the change is executed.
-    FailPoint,
-    /// The change is a hint, and is not executed.
-    SkipChange,
+pub(crate) enum ChangeKind {
+    /// A write, which is as long as a request can be. The point in time fails.
+    Write,
+    /// A write-zeroes or a shrink, which may be as large as the disk. The point in time fails.
+    Removal,
+    /// A discard. It is a hint, and is not executed.
+    Discard,
 }
 
 /// Result of [`PointInTime::save`].
@@ -246,15 +271,18 @@ impl PointInTime {
     }
 
     /// Saves the old data of `range`, before a change of it. Waits only for reads of the image.
-    pub(crate) async fn save(self: &Arc<Self>, range: Range<u64>, on_full: OnFullBuffer) -> Saved {
-        let full = || match on_full {
-            OnFullBuffer::SkipChange => Saved::Skip,
-            OnFullBuffer::FailPoint => {
-                self.fail(PointFailure::BufferFull { max_buffer_bytes: self.max_buffer_bytes });
+    pub(crate) async fn save(self: &Arc<Self>, range: Range<u64>, kind: ChangeKind) -> Saved {
+        let exceeded = |failure| match kind {
+            ChangeKind::Discard => Saved::Skip,
+            ChangeKind::Write | ChangeKind::Removal => {
+                self.fail(failure);
                 Saved::Proceed
             }
         };
+        let buffer_full = PointFailure::BufferFull { max_buffer_bytes: self.max_buffer_bytes };
+        let (max_buffered_bytes, max_bytes) = self.bounds(kind);
         let clusters = range.start / self.cluster_bytes..range.end.div_ceil(self.cluster_bytes);
+        let mut read_bytes = 0;
         loop {
             let mut claim = match self.next_save(&clusters) {
                 NextSave::Done => return Saved::Proceed,
@@ -268,16 +296,20 @@ impl PointInTime {
                 let zeroes = self.zero_clusters(&claim).await;
                 claim.narrow(if zeroes > 0 { zeroes } else { self.clusters_in(MAX_SAVE_BYTES) });
                 if zeroes > 0 {
-                    if !claim.charge(ENTRY_BYTES) {
-                        return full();
+                    if !claim.charge(ENTRY_BYTES, max_buffered_bytes) {
+                        return exceeded(buffer_full);
                     }
                     claim.keep(None);
                     continue;
                 }
             }
             let length_bytes = claim.length_bytes();
-            if !claim.charge(length_bytes) {
-                return full();
+            read_bytes += length_bytes;
+            if read_bytes > max_bytes {
+                return exceeded(PointFailure::LargeRemoval { max_bytes });
+            }
+            if !claim.charge(length_bytes.max(ENTRY_BYTES), max_buffered_bytes) {
+                return exceeded(buffer_full);
             }
             match claim.read(&self.image).await {
                 Ok(data) => {
@@ -288,6 +320,23 @@ impl PointInTime {
                     self.fail(failure);
                     return Saved::Proceed;
                 }
+            }
+        }
+    }
+
+    /// Most bytes in the buffer after a change has saved its old data, and most bytes that it
+    /// reads.
+    fn bounds(&self, kind: ChangeKind) -> (u64, u64) {
+        let max_buffer_bytes = self.max_buffer_bytes;
+        match kind {
+            ChangeKind::Write => (max_buffer_bytes, u64::MAX),
+            // A cluster is read whole, even for a change of a single byte.
+            ChangeKind::Removal => {
+                (max_buffer_bytes, (max_buffer_bytes / REMOVAL_PARTS).max(2 * self.cluster_bytes))
+            }
+            ChangeKind::Discard => {
+                let part_bytes = max_buffer_bytes / DISCARD_PARTS;
+                (part_bytes, part_bytes)
             }
         }
     }
@@ -368,14 +417,15 @@ impl PointInTime {
         Some(self.bytes_of(&(run.start..end)))
     }
 
-    /// Allocation status of the image's present content, which is that of the instant for all
-    /// clusters that are not saved afterwards.
-    ///
-    /// # Errors
-    /// [`PointFailure::Read`].
-    pub async fn block_status(&self, range: Range<u64>) -> Result<Vec<Extent>, PointFailure> {
+    /// See [`DiskPoint::block_status`](crate::disk::DiskPoint::block_status).
+    pub(crate) async fn block_status(&self, range: Range<u64>) -> Result<Vec<Extent>, PointFailure> {
+        if let Some(failure) = self.lock().failure {
+            return Err(failure);
+        }
         let status = self.image.block_status(range.start, range.end - range.start).await;
-        status.map_err(|error| PointFailure::Read { offset: range.start, error })
+        let failure = |error| PointFailure::Read { offset: range.start, error };
+        // If it has ended, that is the reason.
+        status.map_err(|error| self.lock().failure.unwrap_or(failure(error)))
     }
 
     /// Marks the clusters that lie wholly in `range`, which reads as zeroes, as saved. Returns the
@@ -491,10 +541,10 @@ impl ClusterClaim {
         }
     }
 
-    /// Reserves room in the buffer; false if there is none.
-    fn charge(&mut self, bytes: u64) -> bool {
+    /// Reserves room in the buffer; false if it would hold more than `max_buffered_bytes`.
+    fn charge(&mut self, bytes: u64, max_buffered_bytes: u64) -> bool {
         let mut state = self.point.lock();
-        let fits = bytes <= self.point.max_buffer_bytes.saturating_sub(state.buffered_bytes);
+        let fits = bytes <= max_buffered_bytes.saturating_sub(state.buffered_bytes);
         if fits {
             state.buffered_bytes += bytes;
             self.charged_bytes += bytes;
@@ -516,8 +566,13 @@ impl ClusterClaim {
 
     /// Marks the clusters as saved, and keeps their content for the job.
     fn keep(mut self, data: Option<FrozenBuffer>) {
-        let (bytes, charged_bytes) = (self.bytes(), std::mem::take(&mut self.charged_bytes));
+        let (bytes, mut charged_bytes) = (self.bytes(), std::mem::take(&mut self.charged_bytes));
         let mut state = self.point.lock();
+        if data.is_none() {
+            // Zeroes occupy no memory, so they leave room for data.
+            state.buffered_bytes -= charged_bytes - ENTRY_BYTES;
+            charged_bytes = ENTRY_BYTES;
+        }
         if state.failure.is_some() {
             // The job has ended: the content is not needed.
             state.buffered_bytes -= charged_bytes;
