@@ -348,7 +348,8 @@ fn a_release_ends_the_point_in_time_before_it_waits_for_requests() {
             let disk = Arc::clone(&disk);
             async move { disk.release().await }
         });
-        let failure = point.point().next_old_data().await.expect_err("it fails");
+        let failing = reactor::timeout(HOLD_TIMEOUT, point.point().next_old_data()).await;
+        let failure = failing.expect("while the request is in flight").expect_err("it fails");
         assert_eq!(failure, PointFailure::HandedOver);
         assert!(!disk.is_released());
         drop(request);
