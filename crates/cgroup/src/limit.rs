@@ -29,11 +29,13 @@ use anyhow::{Context as _, anyhow, bail};
 use block::device::{DeviceIdentity, DeviceNumber};
 use configured::ConfiguredLimits;
 use console::{CommandFailure, print, print_json, signals::BlockedSignals};
+use latency_target::PlannedTarget;
 use limits_file::{CgroupEntry, LimitsChange, LimitsFile};
 use locks::{LockedLimitsFile, WatchLock};
 use outcome::{KernelLimits, LimitReport};
 use policy::{steering::IoMaxRates, throttle::Limits, time::Instant, watermark::Watermark};
 use pools::LimitPool;
+use weight::PlannedWeight;
 use write::LimitWrite;
 
 use super::{
@@ -73,7 +75,9 @@ pub(crate) fn run(arguments: CgroupLimitArgs) -> Result<(), CommandFailure> {
         (Err(resolve_error), _) | (_, Err(resolve_error)) => return Err(resolve_error.into()),
     };
     let mut outcome = if arguments.remove {
-        remove_limits(&hierarchy, arguments.limits_file.path(), &group, &device.identity)?
+        let file = arguments.limits_file.path();
+        any_device::check_removal_of_one(&LimitsFile::load(file)?, &group, &device.identity)?;
+        remove_limits(&hierarchy, file, &group, &device.identity)?
     } else if change.is_empty() {
         current_limits(arguments.limits_file.path(), &group, &device.identity)?
     } else {
@@ -150,26 +154,19 @@ pub(crate) fn set_limits(
     }
     // Planned before anything is written: an invalid weight or a target that the kernel cannot keep
     // must not leave half of a change.
-    let weight = weight::plan(hierarchy, group, device, change.weight, entry.group.is_some())?;
-    let target = latency_target::plan(group, device.number(), change.latency_target_us)?;
+    let planned = PlannedValues {
+        weight: weight::plan(hierarchy, group, device, change.weight, entry.group.is_some())?,
+        target: latency_target::plan(group, device.number(), change.latency_target_us)?,
+    };
     // The kernel first, the file last: an error up to here leaves the file unchanged.
     let rates =
         settling::apply_change(hierarchy, &before, &locked.limits_file, Some((group, device.number())))?;
-    let write_others = || -> anyhow::Result<Vec<String>> {
-        let weight = weight.map(|weight| weight.write(hierarchy, group, &device.node())).transpose()?;
-        let target = target.map(|target| target.write(hierarchy, group, device, &locked.limits_file));
-        let target = target.transpose()?.flatten();
-        locked.save()?;
-        Ok(weight.into_iter().chain(target).collect())
-    };
-    match write_others() {
+    let written = planned.write(hierarchy, group, device, [&before, &locked.limits_file], || locked.save());
+    match written {
         Ok(written) => notices.extend(written),
         Err(error) => {
             // Best effort: the kernel accepted these values a moment ago. The first error is
             // reported.
-            if let Some(target) = target {
-                target.roll_back(hierarchy, group, device, &before);
-            }
             let _ = settling::apply_change(hierarchy, &locked.limits_file, &before, None);
             if is_new {
                 let device_and_node = (device.number(), device.node());
@@ -185,9 +182,52 @@ pub(crate) fn set_limits(
         notices.push("it is a unit of a user's systemd, which may undo this change at any time".to_owned());
     }
     let configured = ConfiguredLimits::of(&locked.limits_file, &group.name, device.number());
-    let latency_target_us = latency_target::read(group, device.number())?;
+    // The change is made and stored: an unreadable target must not make it fail.
+    let latency_target_us = latency_target::read(group, device.number()).unwrap_or_else(|error| {
+        notices.push(format!("the latency target in force is unknown: {error:#}"));
+        None
+    });
     let kernel = KernelLimits { rates: rates.unwrap_or(IoMaxRates::NONE), latency_target_us };
     Ok(LimitReport::new(group, device, kernel, configured, notices))
+}
+
+/// Values that the kernel keeps beside the rates, checked and not written yet.
+#[derive(Clone, Copy)]
+struct PlannedValues {
+    weight: Option<PlannedWeight>,
+    target: Option<PlannedTarget>,
+}
+
+impl PlannedValues {
+    /// Writes the values to the kernel and to systemd, and then calls `store`. On an error, rolls
+    /// back what was begun. Returns notices. The files are those before and after the change.
+    fn write(
+        self,
+        hierarchy: &CgroupHierarchy,
+        group: &ControlGroup,
+        device: &DeviceIdentity,
+        [before, after]: [&LimitsFile; 2],
+        store: impl FnOnce() -> anyhow::Result<()>,
+    ) -> anyhow::Result<Vec<String>> {
+        let Self { weight, target } = self;
+        let mut is_target_begun = false;
+        let mut write_all = || -> anyhow::Result<Vec<String>> {
+            let weight = weight.map(|weight| weight.write(hierarchy, group, &device.node())).transpose()?;
+            is_target_begun = true;
+            let target = target.map(|target| target.write(hierarchy, group, device, after)).transpose()?;
+            Ok(weight.into_iter().chain(target.flatten()).collect())
+        };
+        let written = write_all().and_then(|notices| store().map(|()| notices));
+        if written.is_err() {
+            if let Some(target) = target.filter(|_| is_target_begun) {
+                target.roll_back(hierarchy, group, device, before);
+            }
+            if let Some(weight) = weight {
+                weight.roll_back(hierarchy, group, device, before);
+            }
+        }
+        written
+    }
 }
 
 /// Removes all limits of a control group on a device, in the kernel and in the limits file.
@@ -203,8 +243,19 @@ pub(crate) fn remove_limits(
     let weighted = before.entry(group, device.number()).and_then(CgroupEntry::given_weight);
     let targeted = before.entry(group, device.number()).and_then(CgroupEntry::latency_target_us);
     let kernel_rates = write::read_limits(group, device.number())?;
+    let foreign_target = match targeted {
+        Some(_) => None,
+        None => latency_target::read(group, device.number()).unwrap_or_default(),
+    };
+    let foreign = foreign_target.map(|target_us| {
+        format!(
+            "its latency target of {} was set by another program and stays (--latency-target 0 removes it)",
+            latency_target::text(target_us)
+        )
+    });
     if !locked.limits_file.remove(group, device.number()) && kernel_rates == IoMaxRates::NONE {
-        bail!("{} has no limit on {} (see `weir cgroup show`)", group.name.display(), device.node());
+        let foreign = foreign.map_or_else(String::new, |foreign| format!("; {foreign}"));
+        bail!("{} has no limit on {} (see `weir cgroup show`){foreign}", group.name.display(), device.node());
     }
     let device_and_node = (device.number(), device.node());
     // Roll back to the settled rates: the present value may be a burst of `watch`.
@@ -251,7 +302,8 @@ pub(crate) fn remove_limits(
         let _ = locked.save();
         return Err(error);
     }
-    Ok(LimitReport::new(group, device, KernelLimits::default(), None, Vec::new()))
+    let kernel = KernelLimits { latency_target_us: foreign_target, ..KernelLimits::default() };
+    Ok(LimitReport::new(group, device, kernel, None, foreign.into_iter().collect()))
 }
 
 /// Removes the entries of a cgroup or disk that no longer exists, and redistributes their share;

@@ -40,7 +40,7 @@ use super::{
         io_stat::CgroupIoUsage,
         memory_stat::{self, DirtyBytes},
     },
-    limit::configured::ConfiguredLimits,
+    limit::{any_device, configured::ConfiguredLimits},
     show::{
         reading::{self, CgroupReading},
         tasks,
@@ -54,6 +54,12 @@ pub(crate) fn run(arguments: RunArgs) -> Result<(), CommandFailure> {
     let change = arguments.settings.change();
     let limits =
         command_limits::limits(&change).map_err(|invalid| CommandFailure::Usage(anyhow!("--{invalid}")))?;
+    if arguments.device.as_deref() == Some(any_device::ANY) {
+        return Err(CommandFailure::Usage(anyhow!(
+            "--device any: the limits of a command are on one disk (name it; or run the command without \
+             limits and with --name, and meanwhile set them: `weir cgroup limit NAME --device any`)"
+        )));
+    }
     let hierarchy = CgroupHierarchy::discover(KernelRoots::default())?;
     // Without limits no disk is needed; the current directory may be on a network file system.
     let device = match device::resolve(&hierarchy.roots, arguments.device.as_deref().unwrap_or(".")) {

@@ -27,6 +27,7 @@ use super::{
     locks::LockedLimitsFile,
     outcome::LimitReport,
     remove_limits, set_limits,
+    write::KernelRefusal,
 };
 use crate::{
     control_group::ControlGroup,
@@ -118,7 +119,7 @@ pub(super) fn run(
     change: &LimitsChange,
 ) -> Result<(), CommandFailure> {
     let file = arguments.limits_file.path();
-    let outcome = if arguments.remove {
+    let mut outcome = if arguments.remove {
         remove(hierarchy, file, group)?
     } else if change.is_empty() {
         show(hierarchy, file, group)?
@@ -130,7 +131,7 @@ pub(super) fn run(
     } else {
         print(&outcome.text())?;
     }
-    match outcome.failure {
+    match outcome.take_failure() {
         Some(failure) => Err(failure.into()),
         None => Ok(()),
     }
@@ -141,8 +142,11 @@ pub(super) fn run(
 pub(crate) struct AnyDeviceReport {
     pub(crate) reports: Vec<LimitReport>,
     pub(crate) notices: Vec<String>,
-    /// The first error of a disk; the others have the limit.
-    pub(crate) failure: Option<anyhow::Error>,
+    /// Nodes of the disks in `reports`.
+    done: Vec<String>,
+    /// Nodes of the disks with an error, and the first one.
+    failed: Vec<String>,
+    failure: Option<anyhow::Error>,
 }
 
 impl AnyDeviceReport {
@@ -152,7 +156,13 @@ impl AnyDeviceReport {
     }
 
     /// Notes a disk's result. A disk that was removed meanwhile needs no limit.
-    fn add(&mut self, roots: &KernelRoots, disk: &DeviceIdentity, result: anyhow::Result<LimitReport>) {
+    fn add(
+        &mut self,
+        roots: &KernelRoots,
+        group: &ControlGroup,
+        disk: &DeviceIdentity,
+        result: anyhow::Result<LimitReport>,
+    ) {
         match result {
             Ok(mut report) => {
                 for notice in std::mem::take(&mut report.notices) {
@@ -161,15 +171,50 @@ impl AnyDeviceReport {
                     }
                 }
                 self.reports.push(report);
+                self.done.push(disk.node());
             }
-            Err(_) if is_gone(roots, disk.number()) => {}
-            Err(error) => drop(self.failure.get_or_insert(error)),
+            Err(error) if is_gone(roots, group, disk.number(), &error) => {
+                self.notices.push(format!("{} was removed meanwhile, and is left out", disk.node()));
+            }
+            Err(error) => {
+                self.failed.push(disk.node());
+                self.failure.get_or_insert(error);
+            }
         }
+    }
+
+    /// The first error, with the disks that it concerns, and those that were changed nevertheless.
+    fn take_failure(&mut self) -> Option<anyhow::Error> {
+        let (failed, done) = (self.failed.join(", "), self.done.join(", "));
+        let done = if done.is_empty() { "on no disk".to_owned() } else { format!("on {done}") };
+        self.failure.take().map(|error| error.context(format!("failed on {failed}; changed {done}")))
     }
 }
 
-fn is_gone(roots: &KernelRoots, number: DeviceNumber) -> bool {
-    !roots.sys.join(format!("dev/block/{number}")).exists()
+/// True if the disk was removed between the list of disks and the write. The kernel may know that
+/// before the entry in sysfs disappears; it returns the same error for a removed cgroup.
+fn is_gone(roots: &KernelRoots, group: &ControlGroup, number: DeviceNumber, error: &anyhow::Error) -> bool {
+    let refusal = error.downcast_ref::<KernelRefusal>();
+    refusal.is_some_and(|refusal| refusal.is_of_removed() && group.exists())
+        || !roots.sys.join(format!("dev/block/{number}")).exists()
+}
+
+/// Rejects the removal of one disk's limit while the control group has a limit on any device: the
+/// watch would set it again.
+pub(super) fn check_removal_of_one(
+    limits_file: &LimitsFile,
+    group: &ControlGroup,
+    disk: &DeviceIdentity,
+) -> anyhow::Result<()> {
+    if limits_file.any_device.iter().any(|entry| entry.cgroup == group.name) {
+        let (cgroup, node) = (group.name.display(), disk.node());
+        bail!(
+            "{cgroup} has limits on any device, and the watch would set them on {node} again (set other \
+             limits on this disk, of which 0 is none: `weir cgroup limit {cgroup} --device {node} \
+             --bps-write 0`; or remove those of all disks: `weir cgroup limit {cgroup} --device any --remove`)"
+        );
+    }
+    Ok(())
 }
 
 /// Sets the limit on all present disks, and stores it for those that appear.
@@ -185,7 +230,7 @@ pub(crate) fn set(
     }
     let mut report = AnyDeviceReport { notices, ..AnyDeviceReport::default() };
     for disk in &disks {
-        report.add(&hierarchy.roots, disk, set_limits(hierarchy, file, group, disk, change));
+        report.add(&hierarchy.roots, group, disk, set_limits(hierarchy, file, group, disk, change));
     }
     // A setting that breaks a rule fails on each disk, and must not be stored.
     if report.reports.is_empty()
@@ -211,7 +256,7 @@ fn show(hierarchy: &CgroupHierarchy, file: &Path, group: &ControlGroup) -> anyho
     let MachineDisks { disks, notices } = MachineDisks::of(&hierarchy.roots)?;
     let mut report = AnyDeviceReport { notices, ..AnyDeviceReport::default() };
     for disk in &disks {
-        report.add(&hierarchy.roots, disk, current_limits(file, group, disk));
+        report.add(&hierarchy.roots, group, disk, current_limits(file, group, disk));
     }
     let has_any = LimitsFile::load(file)?.any_device.iter().any(|entry| entry.cgroup == group.name);
     let state = if has_any { "get the limit, too" } else { "get no limit" };
@@ -239,7 +284,9 @@ pub(crate) fn remove(
     let mut absent = Vec::new();
     for number in numbers {
         match DeviceIdentity::resolve(number, &hierarchy.roots.device_roots()) {
-            Ok(disk) => report.add(&hierarchy.roots, &disk, remove_limits(hierarchy, file, group, &disk)),
+            Ok(disk) => {
+                report.add(&hierarchy.roots, group, &disk, remove_limits(hierarchy, file, group, &disk));
+            }
             Err(_) => absent.push(number),
         }
     }
@@ -275,10 +322,10 @@ pub(crate) fn extend(hierarchy: &CgroupHierarchy, file: &Path) -> anyhow::Result
                 continue;
             }
             let Some(change) = limits_file.change_for_new_disk(cgroup)? else { continue };
-            report.add(&hierarchy.roots, disk, set_limits(hierarchy, file, &group, disk, &change));
+            report.add(&hierarchy.roots, &group, disk, set_limits(hierarchy, file, &group, disk, &change));
         }
     }
-    match report.failure {
+    match report.take_failure() {
         Some(failure) => Err(failure),
         None => Ok(report.reports.len()),
     }

@@ -162,6 +162,18 @@ pub(super) fn restore(group: &ControlGroup, device: DeviceNumber, target_us: u64
     }
 }
 
+/// The property of systemd for an entry whose target is in force; `None` if the kernel has none or
+/// another one.
+pub(super) fn property_in_force(
+    group: &ControlGroup,
+    device: &DeviceIdentity,
+    entry: &CgroupEntry,
+) -> Option<String> {
+    let target_us = entry.latency_target_us()?;
+    let in_force = read(group, device.number()).ok().flatten();
+    (in_force == Some(target_us)).then(|| property(device, target_us))
+}
+
 fn write_to_kernel(group: &ControlGroup, device: DeviceNumber, target_us: u64) -> anyhow::Result<()> {
     let line = format!("{device} target={target_us}");
     group.write(FILE, &line).map_err(|error: io::Error| refusal(group, FILE, &line, &error))

@@ -1,10 +1,10 @@
 use crate::{
     fake_machine::FakeMachine,
     limit::{
-        device,
-        latency_target::{parse, text},
+        PlannedValues, device,
+        latency_target::{parse, plan, text},
         limits_file::{LimitsChange, LimitsFile},
-        remove_limits, restored, set_limits,
+        remove_limits, restored, set_limits, weight,
     },
 };
 
@@ -112,15 +112,6 @@ fn kernel_without_io_latency_is_an_error_that_changes_nothing() {
 }
 
 #[test]
-fn failed_change_restores_the_kernels_target() {
-    let bench = TargetBench::new(Some("254:0 target=7000\n"));
-    // The limits file cannot be written, because a directory has its name.
-    std::fs::create_dir_all(&bench.file).unwrap();
-    assert!(bench.set(&target(5000)).is_err());
-    assert!(bench.kernel().contains("target=7000"), "{}", bench.kernel());
-}
-
-#[test]
 fn target_is_restored_unless_another_program_set_one() {
     let bench = TargetBench::new(Some(""));
     bench.set(&target(5000)).unwrap();
@@ -133,6 +124,85 @@ fn target_is_restored_unless_another_program_set_one() {
     assert_eq!(restore(), "254:0 target=5000");
     bench.machine.write("/a", "io.latency", "254:0 target=9000\n");
     assert_eq!(restore(), "254:0 target=9000\n");
+}
+
+/// Makes BFQ the scheduler of the disk, which then divides it by weight.
+fn use_bfq(bench: &TargetBench) {
+    let queue = bench.machine.path("sys/devices/vda/queue");
+    std::fs::create_dir_all(&queue).unwrap();
+    std::fs::write(queue.join("scheduler"), "none [bfq]\n").unwrap();
+}
+
+fn weight_and_target() -> LimitsChange {
+    LimitsChange { weight: Some(300), ..target(5000) }
+}
+
+#[test]
+fn failed_weight_does_not_prevent_the_target() {
+    let bench = TargetBench::new(Some(""));
+    use_bfq(&bench);
+    bench.machine.write("/a", "io.bfq.weight", "default 100\n");
+    bench.set(&weight_and_target()).unwrap();
+    let limits_file = LimitsFile::load(&bench.file).unwrap();
+    // After a reboot without BFQ.
+    std::fs::write(bench.machine.path("sys/devices/vda/queue/scheduler"), "[none] bfq\n").unwrap();
+    bench.machine.write("/a", "io.latency", "");
+    let restored = restored::restore_weights_and_targets(&bench.machine.hierarchy(), &limits_file, |_| true);
+    assert!(format!("{:#}", restored.unwrap_err()).contains("nothing divides /dev/vda by weight"));
+    assert_eq!(bench.kernel(), "254:0 target=5000");
+}
+
+#[test]
+fn failed_change_restores_the_kernels_values() {
+    for (before, after) in [("default 100\n", "254:0 default"), ("254:0 70\n", "254:0 70")] {
+        let bench = TargetBench::new(Some("254:0 target=7000\n"));
+        use_bfq(&bench);
+        bench.machine.write("/a", "io.bfq.weight", before);
+        let (hierarchy, group) = (bench.machine.hierarchy(), bench.machine.group("/a"));
+        let weight = || group.read("io.bfq.weight").unwrap();
+        let disk = device::resolve(&bench.machine.roots(), DISK).expect("a disk").identity;
+        let planned = PlannedValues {
+            weight: weight::plan(&hierarchy, &group, &disk, Some(300), false).unwrap(),
+            target: plan(&group, disk.number(), Some(5000)).unwrap(),
+        };
+        let files = LimitsFile::default();
+        let stored = planned.write(&hierarchy, &group, &disk, [&files, &files], || {
+            assert_eq!([weight(), bench.kernel()], ["254:0 300", "254:0 target=5000"]);
+            anyhow::bail!("the disk is full")
+        });
+        assert_eq!(stored.unwrap_err().to_string(), "the disk is full");
+        assert_eq!([weight(), bench.kernel()], [after, "254:0 target=7000"]);
+    }
+}
+
+#[test]
+fn refused_weight_leaves_the_target() {
+    let bench = TargetBench::new(Some("254:0 target=7000\n"));
+    use_bfq(&bench);
+    // There is no io.bfq.weight.
+    assert!(bench.set(&weight_and_target()).is_err());
+    assert_eq!(bench.kernel(), "254:0 target=7000\n", "it was not written");
+}
+
+#[test]
+fn unreadable_target_is_a_notice() {
+    let bench = TargetBench::new(Some("unknown\n"));
+    let report = bench.set(&LimitsChange::of(&[("bps-write", 5000)])).unwrap();
+    assert!(report.contains("note: the latency target in force is unknown: "), "{report}");
+    assert!(LimitsFile::load(&bench.file).unwrap() != LimitsFile::default());
+}
+
+#[test]
+fn target_of_another_program_stays_and_is_reported() {
+    let bench = TargetBench::new(Some("254:0 target=7000\n"));
+    let error = bench.remove().unwrap_err().to_string();
+    assert!(error.contains("its latency target of 7ms was set by another program"), "{error}");
+    bench.set(&LimitsChange::of(&[("bps-write", 5000)])).unwrap();
+    let report = bench.remove().unwrap();
+    assert!(report.starts_with("/a on /dev/vda: latency 7ms\nnote: its latency target of 7ms"), "{report}");
+    assert_eq!(bench.kernel(), "254:0 target=7000\n");
+    bench.set(&target(0)).unwrap();
+    assert_eq!(bench.kernel(), "254:0 target=0");
 }
 
 #[test]

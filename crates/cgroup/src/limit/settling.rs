@@ -12,9 +12,11 @@ use console::print_error;
 use policy::{steering::IoMaxRates, time::Instant};
 
 use super::{
+    latency_target,
     limits_file::{CgroupEntry, LimitsFile},
     locks::ChangeLock,
     pools::LimitPool,
+    weight,
     write::{self, LimitWrite},
 };
 use crate::{
@@ -201,21 +203,28 @@ pub(crate) fn update_systemd(
     }
     // Read under the lock: the limits may have been removed since the caller looked.
     let cgroups = HashSet::from([group.name.clone()]);
-    for LimitWrite { group, device: (_, node), rates, .. } in
+    for MissingProperties { group, properties } in
         missing_in_systemd(hierarchy, &LimitsFile::load(path)?, &cgroups)?
     {
-        write::set_systemd_limits(hierarchy, &group, &node, rates)?;
+        write::set_properties(hierarchy, &group, &properties)?;
     }
     Ok(true)
 }
 
-/// Limits that systemd lacks, for those of `cgroups` that exist with their disk. Each limit has
-/// its settled rates among all members, existing or not.
+/// Properties of a control group on a disk that systemd lacks.
+#[derive(Debug)]
+pub(crate) struct MissingProperties {
+    pub(crate) group: ControlGroup,
+    pub(super) properties: Vec<String>,
+}
+
+/// Limits, weights and latency targets that systemd lacks, for those of `cgroups` that exist with
+/// their disk. Each limit has its settled rates among all members, existing or not.
 pub(crate) fn missing_in_systemd(
     hierarchy: &CgroupHierarchy,
     limits_file: &LimitsFile,
     cgroups: &HashSet<PathBuf>,
-) -> anyhow::Result<Vec<LimitWrite>> {
+) -> anyhow::Result<Vec<MissingProperties>> {
     let mut unknown = Vec::new();
     if !hierarchy.has_systemd() {
         return Ok(unknown);
@@ -225,15 +234,25 @@ pub(crate) fn missing_in_systemd(
         // Computed for all members, because each one's share depends on their number.
         let rates = pool.pool(Instant::ZERO).rates_without_steering();
         for (entry, rates) in pool.members.iter().zip(rates) {
-            if rates == IoMaxRates::NONE || !cgroups.contains(&entry.cgroup) {
+            if !cgroups.contains(&entry.cgroup) {
                 continue;
             }
             let group = hierarchy.group(&entry.cgroup)?;
             // Not `verify_disk`: a limit in the kernel may be systemd's own.
             let Some(number) = entry.disk(&roots).ok().filter(|_| group.exists()) else { continue };
-            let device = (number, node(hierarchy, number));
-            if !write::is_known_to_systemd(hierarchy, &group, &device.1) {
-                unknown.push(LimitWrite { group, device, rates, before: rates });
+            let node = node(hierarchy, number);
+            // An entry without limits has a weight or a latency target only.
+            let limits = if rates == IoMaxRates::NONE { Vec::new() } else { write::properties(&node, rates) };
+            let mut properties = write::missing_properties(hierarchy, &group, &node, limits);
+            if let Ok(device) = DeviceIdentity::resolve(number, &roots) {
+                let weight = weight::property_in_force(hierarchy, &group, &device, entry);
+                let target = latency_target::property_in_force(&group, &device, entry);
+                for property in [weight, target].into_iter().flatten() {
+                    properties.extend(write::missing_properties(hierarchy, &group, &node, vec![property]));
+                }
+            }
+            if !properties.is_empty() {
+                unknown.push(MissingProperties { group, properties });
             }
         }
     }

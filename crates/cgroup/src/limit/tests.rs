@@ -209,8 +209,9 @@ fn limits_missing_in_systemd_have_settled_rates() {
     assert!(unknown().is_empty(), "there is no systemd");
     std::fs::create_dir_all(bench.machine.path("run/systemd/system")).unwrap();
     let units: Vec<_> =
-        unknown().into_iter().map(|limit_write| (limit_write.group, limit_write.rates.bps[1])).collect();
-    assert_eq!(units, [(bench.groups[0].clone(), Some(30)), (bench.groups[1].clone(), Some(30))]);
+        unknown().into_iter().map(|missing| (missing.group, missing.properties[1].clone())).collect();
+    let property = "IOWriteBandwidthMax=/dev/vda 30".to_owned();
+    assert_eq!(units, [(bench.groups[0].clone(), property.clone()), (bench.groups[1].clone(), property)]);
     let write_property = |directory_name: &str, unit: &str, property: &str, text: &str| {
         let directory = bench.machine.path("run/systemd").join(directory_name).join(format!("{unit}.d"));
         std::fs::create_dir_all(&directory).unwrap();
@@ -219,8 +220,40 @@ fn limits_missing_in_systemd_have_settled_rates() {
     };
     write_property("system.control", "a.service", "IOWriteBandwidthMax", "IOWriteBandwidthMax=/dev/vdb 30");
     write_property("transient", "b.scope", "IOReadIOPSMax", "IOReadIOPSMax=/dev/vda 30");
-    let units: Vec<_> = unknown().into_iter().map(|limit_write| limit_write.group).collect();
+    let units: Vec<_> = unknown().into_iter().map(|missing| missing.group).collect();
     assert_eq!(units, [bench.groups[0].clone()], "that was another disk");
+}
+
+#[test]
+fn weight_and_target_missing_in_systemd_are_set_alone() {
+    let bench = LimitBench::v2(&["/system.slice/a.service"]);
+    let hierarchy = bench.machine.hierarchy();
+    let group = "/system.slice/a.service";
+    let queue = bench.disk.directory().join("queue");
+    std::fs::create_dir(&queue).unwrap();
+    std::fs::write(queue.join("scheduler"), "[bfq]\n").unwrap();
+    bench.machine.write(group, "io.bfq.weight", "default 100\n");
+    bench.machine.write(group, "io.latency", "");
+    let change =
+        LimitsChange { weight: Some(3000), latency_target_us: Some(5000), ..LimitsChange::default() };
+    bench.set(0, &change).unwrap();
+    std::fs::create_dir_all(bench.machine.path("run/systemd/system")).unwrap();
+    let limits_file = LimitsFile::load(&bench.file()).unwrap();
+    let cgroups = limits_file.limits.iter().map(|entry| entry.cgroup.clone()).collect();
+    let missing = || {
+        let missing = settling::missing_in_systemd(&hierarchy, &limits_file, &cgroups).unwrap();
+        missing.into_iter().flat_map(|missing| missing.properties).collect::<Vec<_>>()
+    };
+    let weight = "IODeviceWeight=/dev/vda 1000";
+    assert_eq!(missing(), [weight, "IODeviceLatencyTargetSec=/dev/vda 5000us"]);
+    let directory = bench.machine.path("run/systemd/system.control/a.service.d");
+    std::fs::create_dir_all(&directory).unwrap();
+    let text = "[Service]\nIODeviceLatencyTargetSec=/dev/vda 5ms\n";
+    std::fs::write(directory.join("50-IODeviceLatencyTargetSec.conf"), text).unwrap();
+    assert_eq!(missing(), [weight]);
+    // Set by another program meanwhile.
+    bench.machine.write(group, "io.bfq.weight", "254:0 50\n");
+    assert!(missing().is_empty());
 }
 
 #[test]

@@ -48,6 +48,8 @@ pub(crate) struct PlannedWeight {
     weight: u32,
     device: DeviceNumber,
     mechanism: Option<WeightMechanism>,
+    /// The kernel's weight of the device before the change, for a rollback.
+    before: Option<u32>,
 }
 
 /// Determines how a weight is enforced; fails if nothing would enforce it.
@@ -69,7 +71,15 @@ pub(super) fn plan(
             device.node()
         );
     }
-    Ok(Some(PlannedWeight { weight, device: device.number(), mechanism }))
+    let before = mechanism.and_then(|mechanism| kernel_weight(group, device.number(), mechanism));
+    Ok(Some(PlannedWeight { weight, device: device.number(), mechanism, before }))
+}
+
+/// The weight of a device in the kernel's file; `None` if the default applies.
+fn kernel_weight(group: &ControlGroup, device: DeviceNumber, mechanism: WeightMechanism) -> Option<u32> {
+    let text = group.read(mechanism.parts().0).unwrap_or_default();
+    let prefix = format!("{device} ");
+    text.lines().find_map(|line| line.strip_prefix(&prefix)?.trim().parse().ok())
 }
 
 pub(crate) fn find_mechanism(
@@ -113,6 +123,22 @@ impl PlannedWeight {
         Ok(format!("weight {weight}{capped} is {mechanism_name}'s to enforce ({file})"))
     }
 
+    /// Best effort, after another part of the change failed. `before` has the weights of the cgroup
+    /// on other disks.
+    pub(super) fn roll_back(
+        self,
+        hierarchy: &CgroupHierarchy,
+        group: &ControlGroup,
+        device: &DeviceIdentity,
+        before: &LimitsFile,
+    ) {
+        let _ = match self.before {
+            Some(weight) => Self { weight, ..self }.write(hierarchy, group, &device.node()).map(drop),
+            None if self.mechanism.is_some() => reset(hierarchy, group, device, before),
+            None => Ok(()),
+        };
+    }
+
     fn write_to_kernel(self, group: &ControlGroup) -> anyhow::Result<Option<(WeightMechanism, u32)>> {
         let Some(mechanism) = self.mechanism else { return Ok(None) };
         let (file, _, max_weight) = mechanism.parts();
@@ -134,13 +160,25 @@ pub(super) fn restore(
 ) -> anyhow::Result<()> {
     let weight = plan(hierarchy, group, device, entry.given_weight(), entry.group.is_some())?;
     let Some(weight @ PlannedWeight { mechanism: Some(divider), .. }) = weight else { return Ok(()) };
-    let text = group.read(divider.parts().0).unwrap_or_default();
-    let prefix = format!("{} ", device.number());
     // A different weight was set by another program and stays.
-    if text.lines().any(|line| line.starts_with(&prefix)) {
+    if kernel_weight(group, device.number(), divider).is_some() {
         return Ok(());
     }
     weight.write_to_kernel(group).map(drop)
+}
+
+/// The property of systemd for an entry whose weight is in force; `None` if the kernel has none or
+/// another one.
+pub(super) fn property_in_force(
+    hierarchy: &CgroupHierarchy,
+    group: &ControlGroup,
+    device: &DeviceIdentity,
+    entry: &CgroupEntry,
+) -> Option<String> {
+    let mechanism = find_mechanism(hierarchy, device).ok().flatten()?;
+    let written_weight = entry.given_weight()?.min(mechanism.parts().2);
+    let is_in_force = kernel_weight(group, device.number(), mechanism) == Some(written_weight);
+    is_in_force.then(|| format!("{PROPERTY}={} {written_weight}", device.node()))
 }
 
 pub(super) fn reset(

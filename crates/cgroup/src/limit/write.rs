@@ -7,12 +7,12 @@
 //! ```
 
 use std::{
-    io,
+    fmt, io,
     path::{Component, Path, PathBuf},
     process::Command,
 };
 
-use anyhow::{Context as _, anyhow, bail};
+use anyhow::{Context as _, bail};
 use block::device::{DeviceIdentity, DeviceNumber};
 use policy::steering::IoMaxRates;
 
@@ -127,19 +127,27 @@ pub(crate) fn set_systemd_limits(
     set_properties(hierarchy, group, &properties(node, rates))
 }
 
-/// True if systemd has properties of a control group on a device. It stores each property in a file
-/// in /run (systemd.unit(5), "Unit File Load Path").
-pub(super) fn is_known_to_systemd(hierarchy: &CgroupHierarchy, group: &ControlGroup, node: &str) -> bool {
+/// These properties of a control group on a device, unless systemd has one of them: then none is
+/// missing. It stores each property in a file in /run (systemd.unit(5), "Unit File Load Path").
+pub(super) fn missing_properties(
+    hierarchy: &CgroupHierarchy,
+    group: &ControlGroup,
+    node: &str,
+    properties: Vec<String>,
+) -> Vec<String> {
     // No unit: systemd does not manage it, so nothing is missing.
-    let Some(unit) = unit_of(group) else { return true };
+    let Some(unit) = unit_of(group) else { return Vec::new() };
     let names_node = |path: PathBuf| {
         let text = std::fs::read_to_string(path).unwrap_or_default();
         text.split(['=', ' ', '\n']).any(|token| token == node)
     };
-    ["system.control", "transient"].iter().any(|directory_name| {
+    let is_known = ["system.control", "transient"].iter().any(|directory_name| {
         let directory = hierarchy.roots.run.join("systemd").join(directory_name).join(format!("{unit}.d"));
-        PROPERTIES.iter().any(|property| names_node(directory.join(format!("50-{property}.conf"))))
-    })
+        let mut names =
+            properties.iter().filter_map(|property| property.split_once('=')).map(|(name, _)| name);
+        names.any(|name| names_node(directory.join(format!("50-{name}.conf"))))
+    });
+    if is_known { Vec::new() } else { properties }
 }
 
 /// Sets properties of a unit until the next reboot (`--runtime`).
@@ -211,7 +219,7 @@ pub(super) fn reset_device_property(
 }
 
 /// Plain numbers, because systemd's K is 1000.
-fn properties(node: &str, IoMaxRates { bps, iops }: IoMaxRates) -> Vec<String> {
+pub(super) fn properties(node: &str, IoMaxRates { bps, iops }: IoMaxRates) -> Vec<String> {
     let text = |rate: Option<u64>| rate.map_or_else(|| "infinity".to_owned(), |rate| rate.to_string());
     let rates = bps.into_iter().chain(iops);
     PROPERTIES.iter().zip(rates).map(|(property, rate)| format!("{property}={node} {}", text(rate))).collect()
@@ -224,8 +232,31 @@ pub(crate) fn file_context(group: &ControlGroup, file: &str) -> String {
     format!("cgroup {}: {file}", group.name.display())
 }
 
+/// A value that the kernel refused.
+#[derive(Debug)]
+pub(super) struct KernelRefusal {
+    message: String,
+    errno: Option<nix::errno::Errno>,
+}
+
+impl KernelRefusal {
+    /// True if the device or the cgroup was removed.
+    pub(super) fn is_of_removed(&self) -> bool {
+        matches!(self.errno, Some(nix::errno::Errno::ENODEV))
+    }
+}
+
+impl fmt::Display for KernelRefusal {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.message)
+    }
+}
+
+impl std::error::Error for KernelRefusal {}
+
 pub(super) fn refusal(group: &ControlGroup, file: &str, line: &str, error: &io::Error) -> anyhow::Error {
-    let remedy = match error.raw_os_error().map(nix::errno::Errno::from_raw) {
+    let errno = error.raw_os_error().map(nix::errno::Errno::from_raw);
+    let remedy = match errno {
         Some(nix::errno::Errno::ENOENT) if group.is_root() => {
             "the root has no limits: limit a cgroup below it"
         }
@@ -242,7 +273,8 @@ pub(super) fn refusal(group: &ControlGroup, file: &str, line: &str, error: &io::
         Some(nix::errno::Errno::EROFS) => "cgroups are mounted read-only here: do it on the host",
         _ => "is it a whole disk?",
     };
-    anyhow!("{}: \"{line}\" is refused: {error} ({remedy})", file_context(group, file))
+    let message = format!("{}: \"{line}\" is refused: {error} ({remedy})", file_context(group, file));
+    KernelRefusal { message, errno }.into()
 }
 
 #[cfg(test)]

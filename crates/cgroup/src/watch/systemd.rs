@@ -12,7 +12,10 @@ use std::{
 
 use crate::{
     hierarchy::CgroupHierarchy,
-    limit::{limits_file::LimitsFile, settling, write::LimitWrite},
+    limit::{
+        limits_file::LimitsFile,
+        settling::{self, MissingProperties},
+    },
 };
 
 #[derive(Default)]
@@ -48,7 +51,7 @@ impl SystemdUpdates {
             let mut remaining = HashSet::new();
             let unknown =
                 settling::missing_in_systemd(&hierarchy, &limits_file, &pending).unwrap_or_default();
-            for LimitWrite { group, .. } in unknown {
+            for MissingProperties { group, .. } in unknown {
                 match settling::update_systemd(&hierarchy, &path, &group) {
                     Ok(true) => {}
                     Ok(false) => drop(remaining.insert(group.name)),

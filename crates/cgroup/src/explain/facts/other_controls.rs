@@ -1,12 +1,14 @@
 //! Swap space, and other kernel controls that affect I/O of the limited disks: io.cost, io.latency
 //! and BFQ.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use block::device::DeviceNumber;
 
 use super::{
-    BackingDisk, Evidence, OtherControl, OtherControlKind, SwapArea, mounts::MountTable, reader::FactReader,
+    BackingDisk, Evidence, OtherControl, OtherControlKind, SwapArea,
+    mounts::MountTable,
+    reader::{FactReader, has_ended},
 };
 use crate::{
     control_group::{ControlGroup, Version},
@@ -106,26 +108,55 @@ fn io_cost_controls(reader: &mut FactReader<'_>, limited: &[DeviceNumber]) -> Ve
 /// Latency targets of the cgroup, and those of its siblings and of its ancestors' siblings, for
 /// which the kernel may throttle it. On any disk: a target also affects disks without limits.
 fn io_latency_controls(reader: &mut FactReader<'_>, group: &ControlGroup) -> Vec<OtherControl> {
-    let mut found = targets_of(reader, group, OtherControlKind::LatencyTarget);
+    let own = TargetFile::of(reader, group);
+    let own_targets = own.targets.iter();
+    let mut found: Vec<_> =
+        own_targets.map(|(disk, _)| own.control(OtherControlKind::LatencyTarget, *disk)).collect();
     for level in std::iter::successors(Some(group.clone()), ControlGroup::parent) {
-        let siblings = level.parent().and_then(|parent| parent.children().ok()).unwrap_or_default();
+        let Some(parent) = level.parent() else { break };
+        let siblings = match parent.children() {
+            Ok(siblings) => siblings,
+            Err(error) if has_ended(&error) => continue,
+            Err(error) => {
+                reader.gap(&parent.directory, error.to_string());
+                continue;
+            }
+        };
+        let level_targets = TargetFile::of(reader, &level).targets;
         for sibling in siblings.into_iter().filter(|sibling| sibling.name != level.name) {
-            found.extend(targets_of(reader, &sibling, OtherControlKind::SiblingLatencyTarget));
+            let file = TargetFile::of(reader, &sibling);
+            for (disk, target_us) in &file.targets {
+                // The kernel throttles no level with the same target or a lower one
+                // (block/blk-iolatency.c, check_scale_change).
+                if level_targets.iter().all(|(other, own_us)| other != disk || own_us > target_us) {
+                    found.push(file.control(OtherControlKind::SiblingLatencyTarget, *disk));
+                }
+            }
         }
     }
     found
 }
 
-fn targets_of(
-    reader: &mut FactReader<'_>,
-    group: &ControlGroup,
-    kind: OtherControlKind,
-) -> Vec<OtherControl> {
-    let file = group.directory.join(latency_target::FILE);
-    let text = reader.text(&file).unwrap_or_default();
-    let targets = io_latency::targets(&text).unwrap_or_default().into_iter();
-    let disks = targets.filter(|(_, target_us)| *target_us > 0).map(|(disk, _)| disk);
-    disks.map(|disk| control_on_disk(kind, &file, &text, disk)).collect()
+/// The io.latency of a cgroup.
+struct TargetFile {
+    file: PathBuf,
+    text: String,
+    /// Targets in microseconds.
+    targets: Vec<(DeviceNumber, u64)>,
+}
+
+impl TargetFile {
+    fn of(reader: &mut FactReader<'_>, group: &ControlGroup) -> Self {
+        let file = group.directory.join(latency_target::FILE);
+        let text = reader.text(&file).unwrap_or_default();
+        let mut targets = io_latency::targets(&text).unwrap_or_default();
+        targets.retain(|(_, target_us)| *target_us > 0);
+        Self { file, text, targets }
+    }
+
+    fn control(&self, kind: OtherControlKind, disk: DeviceNumber) -> OtherControl {
+        control_on_disk(kind, &self.file, &self.text, disk)
+    }
 }
 
 fn control_on_disk(kind: OtherControlKind, file: &Path, text: &str, disk: DeviceNumber) -> OtherControl {

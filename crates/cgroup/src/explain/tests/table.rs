@@ -413,6 +413,20 @@ fn latency_target_of_a_sibling_is_a_note_without_a_limit() {
     let findings = findings::find(&machine.facts("/db"));
     assert!(findings.iter().all(|finding| finding.cause != SiblingLatencyTarget), "{findings:#?}");
     assert_eq!(only(&findings, LatencyTarget).coverage, Coverage::Note);
+    // A level is throttled for lower targets than its own only.
+    let has_note = |machine: &mut ExplainMachine| {
+        let findings = findings::find(&machine.facts("/app/in"));
+        findings.iter().any(|finding| finding.cause == SiblingLatencyTarget)
+    };
+    for (own, is_noted) in [
+        ("254:0 target=4000", false),
+        ("254:0 target=5000", false),
+        ("254:0 target=6000", true),
+        ("254:16 target=4000", true),
+    ] {
+        machine.write("cgroup/app/io.latency", &format!("{own}\n"));
+        assert_eq!(has_note(&mut machine), is_noted, "{own}");
+    }
 }
 
 #[test]
