@@ -199,6 +199,7 @@ fn advise(
         Some(_) if is_held => Some(simulate_all(search, &all_tenants.unlimited_world)?),
         other => other.clone(),
     };
+    let mut with_target = Vec::new();
     // Tenants without a common resource are independent, and their own limits suffice.
     for neighbours in all_tenants.neighbours() {
         match &unlimited {
@@ -206,7 +207,9 @@ fn advise(
                 report_progress("those that share a device or a group");
                 advise_neighbours(search, &neighbours, unlimited, &mut results, &mut changes, &mut remarks)?;
                 report_progress("a latency target instead of limits");
-                latency_target::advise_target(search, &neighbours, unlimited, &mut results, &mut remarks)?;
+                if latency_target::advise_target(search, &neighbours, unlimited, &mut results)? {
+                    with_target.push(neighbours);
+                }
             }
             _ => {
                 for &tenant in &neighbours {
@@ -249,6 +252,8 @@ fn advise(
             remarks.extend(remark_own_limits(search, &world, tenant, result)?);
         }
     }
+    // The final check has replaced the results of the searches.
+    remarks.extend(with_target.iter().filter_map(|of| latency_target::remark(search, of, &results)));
     remarks.extend(own_limits_alone(search, &results));
     let before =
         config.map(::settings::config::read).transpose().context("the config file cannot be read")?;

@@ -33,20 +33,32 @@ const TRIALS: usize = 6;
 const CLOSE: f64 = 1.1;
 
 /// Adds the results of a latency target that takes the place of the limits of these neighbours.
+/// Returns false if there is no target.
 pub(super) fn advise_target(
     search: &AdviseSearch<'_>,
     neighbours: &[usize],
     unlimited: &[TrialResult],
     tenant_results: &mut [TenantResult],
-    remarks: &mut Vec<String>,
-) -> anyhow::Result<()> {
+) -> anyhow::Result<bool> {
     let tenants = &search.tenants.tenants;
     let unlimited: Vec<TrialResult> = neighbours.iter().map(|&tenant| unlimited[tenant].clone()).collect();
-    let Some(kept) = smallest_kept(search, neighbours, &unlimited)? else { return Ok(()) };
+    let Some(kept) = smallest_kept(search, neighbours, &unlimited)? else { return Ok(false) };
     for (&tenant, result) in neighbours.iter().zip(kept.results) {
         tenant_results[tenant].latency_target = tenants[tenant].has_target.then_some(kept.target);
         tenant_results[tenant].targeted = Some(result);
     }
+    Ok(true)
+}
+
+/// Compares the target of these neighbours with their limits, whose results must be final. `None`
+/// without a target.
+pub(super) fn remark(
+    search: &AdviseSearch<'_>,
+    neighbours: &[usize],
+    tenant_results: &[TenantResult],
+) -> Option<String> {
+    let tenants = &search.tenants.tenants;
+    let target = neighbours.iter().find_map(|tenant| tenant_results[*tenant].latency_target)?;
     let of_all = |is_targeted: bool| {
         let chosen = neighbours.iter().filter(|tenant| tenants[**tenant].has_target == is_targeted);
         chosen.map(|tenant| tenants[*tenant].name.as_str()).collect::<Vec<_>>().join(", ")
@@ -63,17 +75,23 @@ pub(super) fn advise_target(
     let (with_limits, with_target) = (effect(|result| &result.after), effect(|result| &result.targeted));
     let is_advised =
         |tenant: &usize| tenant_results[*tenant].set.is_some() || tenant_results[*tenant].joins.is_some();
-    let with = if neighbours.iter().any(is_advised) { "with the limits above" } else { "without limits" };
+    let is_limited = |tenant: &usize| !search.tenants.configured(*tenant).limits.is_unlimited();
+    let with = if neighbours.iter().any(is_advised) {
+        "with the limits above"
+    } else if neighbours.iter().any(is_limited) {
+        "with the limits of the config file"
+    } else {
+        "without limits"
+    };
     let percentile = search.criterion.target.name();
-    remarks.push(format!(
+    Some(format!(
         "{}: instead of limits, a latency-target of {} at {percentile} is kept by throttling the others \
          only while it is at risk: {} would complete {with_target} at {percentile}, and {with_limits} \
          {with}. Limits fit this trace; a target follows the load.",
         of_all(true),
-        figures::time(kept.target.bound_ns()),
+        figures::time(target.bound_ns()),
         of_all(false),
-    ));
-    Ok(())
+    ))
 }
 
 /// Commands and a config file with the latency targets instead of limits; `None` if there are none.

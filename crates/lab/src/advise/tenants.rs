@@ -219,17 +219,33 @@ impl Tenants {
         });
     }
 
-    /// True if the daemon accepts a latency target of the tenant: no group around it and no disk in
-    /// it has one (`settings::nested_target_rule`).
+    /// True if the daemon accepts a latency target of the tenant: no group around it, and no group
+    /// or disk in it, has one (`settings::nested_target_rule`) or gets one by the same advice.
     pub(super) fn may_have_latency_target(&self, tenant: usize) -> bool {
-        let Tenant { group, disks, .. } = &self.tenants[tenant];
-        let mut around = self.world.groups_above(self.first_disk(tenant));
-        let has_target = |settings: &DiskSettings| settings.latency.target.is_some();
-        let is_nested =
-            around.any(|above| Some(above) != *group && has_target(&self.world.groups[above].settings));
-        let contains_target = group.is_some()
-            && disks.iter().any(|disk| has_target(&self.world.disks[self.disks[*disk]].settings));
-        !is_nested && !contains_target
+        let world = &self.world;
+        let own = self.tenants[tenant].group;
+        let is_set = |settings: &DiskSettings| settings.latency.target.is_some();
+        let group_has_target = |group: usize| {
+            let is_advised = |other: &Tenant| other.has_target && other.group == Some(group);
+            is_set(&world.groups[group].settings) || self.tenants.iter().any(is_advised)
+        };
+        let mut around = world.groups_above(self.first_disk(tenant));
+        if around.any(|above| Some(above) != own && group_has_target(above)) {
+            return false;
+        }
+        let Some(own) = own else { return true };
+        let is_inside = |group: Option<usize>| {
+            std::iter::successors(group, |&group| world.groups[group].parent).any(|above| above == own)
+        };
+        // Also disks and groups of the file that the trace has no requests of.
+        let has_disk = world.disks.iter().any(|disk| is_set(&disk.settings) && is_inside(disk.group));
+        let has_group = (0..world.groups.len())
+            .any(|group| is_inside(world.groups[group].parent) && group_has_target(group));
+        let has_advised_disk = (0..self.tenants.len()).any(|other| {
+            let Tenant { group, has_target, .. } = self.tenants[other];
+            group.is_none() && has_target && is_inside(self.first_disk(other).group)
+        });
+        !has_disk && !has_group && !has_advised_disk
     }
 
     /// Sets the latency target of a tenant, which the daemon's controller keeps.

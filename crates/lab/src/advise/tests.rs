@@ -4,10 +4,18 @@ mod coverage;
 
 use std::sync::atomic::AtomicBool;
 
+use block::layer::throttle::DiskSettings;
 use console::figures;
-use policy::throttle::{NodeShare, RateLimit, ReservationUnit};
+use policy::{
+    latency_target::{PercentileTarget, TargetDirections},
+    throttle::{NodeShare, RateLimit, ReservationUnit},
+};
 use recording::{DiskId, RequestOp, TraceRecord};
-use simulator::{engine::SimulationEngine, request::SimulatedRequest, world::UNKNOWN_SIZE};
+use simulator::{
+    engine::SimulationEngine,
+    request::SimulatedRequest,
+    world::{DiskGroupSpec, UNKNOWN_SIZE},
+};
 
 use super::{
     advice::{Advice, TenantAdvice},
@@ -621,6 +629,72 @@ fn member_is_spared_within_its_existing_group() {
     let error =
         grouped(&arrivals, 1000, None).restrict_target(&["all".to_owned(), "a".to_owned()]).unwrap_err();
     assert!(error.starts_with("all: so is a disk in it"), "{error}");
+}
+
+#[test]
+fn remark_on_a_target_quotes_the_printed_figures() {
+    // A limit of the file on the noisy disk, which a target that is met without limits does not
+    // replace.
+    let recorded = steady_neighbour(20);
+    let mut all_tenants = tenants(&recorded, Some(DEVICE));
+    all_tenants.world.disks[1].settings.limits =
+        limits_of([Some(RateLimit { rate: 850, ..RateLimit::NONE }), None]);
+    all_tenants.determine_tenants();
+    all_tenants.restrict_target(&["a".to_owned()]).unwrap();
+    let (stop, judge) =
+        (AtomicBool::new(false), criterion(LatencyTarget::new(99.0, 500 * MS), true, &recorded));
+    let search = AdviseSearch {
+        tenants: &all_tenants,
+        arrivals: &recorded,
+        criterion: judge,
+        over_s: 60.0,
+        stop: &stop,
+    };
+    let advice = advise(&search, None, &|_| ()).unwrap();
+    let noisy = line(&advice, "b").after.unwrap();
+    let remark = advice.remarks.iter().find(|remark| remark.contains("instead of limits")).unwrap();
+    let figures = format!("within {} with the limits of the config file", figures::time(noisy.latency_ns));
+    assert!(remark.contains(&figures), "{figures}: {remark}");
+}
+
+#[test]
+fn nested_latency_targets_are_not_advised() {
+    let arrivals = busy_neighbour(20, 1);
+    let target = PercentileTarget::new(5 * MS, 9900, TargetDirections::All);
+    // b in inner in outer in outermost; a in outer. `aside`, in outer, has no disk in the trace.
+    let nested = || {
+        let mut tenants = tenants(&arrivals, Some(DEVICE));
+        for (name, parent) in
+            [("outermost", None), ("outer", Some(0)), ("inner", Some(1)), ("aside", Some(1))]
+        {
+            let settings = DiskSettings::default();
+            tenants.world.groups.push(DiskGroupSpec { name: name.into(), settings, parent });
+        }
+        tenants.world.disks[0].group = Some(1);
+        tenants.world.disks[1].group = Some(2);
+        tenants.determine_tenants();
+        tenants
+    };
+    let may = |tenants: &Tenants, name: &str| {
+        let tenant = tenants.tenants.iter().position(|tenant| tenant.name == name).unwrap();
+        tenants.may_have_latency_target(tenant)
+    };
+    let of = |selected: &[&str], targeted: Option<usize>| {
+        let mut tenants = nested();
+        if let Some(group) = targeted {
+            tenants.world.groups[group].settings.latency.target = target;
+        }
+        tenants.restrict_target(&selected.iter().map(|name| (*name).to_owned()).collect::<Vec<_>>()).unwrap();
+        selected.iter().map(|name| may(&tenants, name)).collect::<Vec<_>>()
+    };
+    assert_eq!([of(&["outer"], None), of(&["inner"], None)], [[true], [true]]);
+    assert_eq!(of(&["outer", "inner"], None), [false, false], "advised together");
+    assert_eq!(of(&["outer"], Some(3)), [false], "a group that the trace lacks");
+    assert_eq!(of(&["outer"], Some(2)), [false], "the target of a tenant below");
+    assert_eq!(of(&["inner"], Some(0)), [false], "a group above");
+    assert_eq!(of(&["outer"], Some(1)), [true], "its own target is replaced");
+    // An open group in a group that is a tenant.
+    assert_eq!(of(&["b", "outer"], None), [false, false]);
 }
 
 #[test]
