@@ -161,7 +161,8 @@ fn summarize<D: Clone + Ord, G: Copy + Ord>(disk: &PlacedDisk<D, G>, summaries: 
         // At most the whole device, however many floors are set.
         summary.floor_below = (summary.floor_below + added_floor).min(MAX_FLOOR);
         let floor = summary.floor_below.max(settings.latency.floor_permyriad.unwrap_or(0));
-        added_floor = floor - summary.floor;
+        // Disks may differ in the settings of a group that is being changed meanwhile.
+        added_floor = floor.saturating_sub(summary.floor);
         summary.floor = floor;
     }
 }
@@ -379,6 +380,13 @@ mod tests {
         let in_both = |own| disk(0, floor(Some(own)), &[inner, outer]);
         assert_eq!(floors(&[in_both(100), disk(0, floor(Some(50)), &[outer])]), Some(450));
         assert_eq!(floors(&[in_both(300), in_both(300), disk(0, floor(Some(50)), &[outer])]), Some(650));
+    }
+
+    #[test]
+    fn floor_that_is_lowered_while_it_is_read_is_no_panic() {
+        let group = |floor_permyriad| (1, settings(LatencySettings { floor_permyriad, ..NONE }, 600));
+        let all = memberships(&[disk(0, NONE, &[group(Some(600))]), disk(0, NONE, &[group(None)])]);
+        assert!(all.iter().all(|one| one.group == Some(1)));
     }
 
     #[test]
