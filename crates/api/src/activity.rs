@@ -325,9 +325,12 @@ pub struct DeviceActivity {
 
 /// Activity of a disk or group under changed limits.
 #[derive(Clone, Debug, Serialize)]
+#[serde(rename_all = "kebab-case")]
 pub struct Preview {
     /// Length of the recording that was simulated, in seconds.
     pub seconds: Number,
+    /// Length of the simulation that was measured, in seconds.
+    pub simulated_seconds: Number,
     /// Requests of the disk or group in it.
     pub requests: u64,
     /// With the limits of the recording, as measured then. Null without requests.

@@ -54,7 +54,7 @@ pub(super) async fn preview(
         Ok(handle) => handle,
         Err(error) => return error_response(StatusCode::SERVICE_UNAVAILABLE, &format!("{error:#}")),
     };
-    let PreviewOutcome { past: interval, recorded: was, simulated: would, others } =
+    let PreviewOutcome { past: interval, replayed, recorded: was, simulated: would, others } =
         match timeout(PREVIEW_TIMEOUT, handle.result()).await {
             Err(_) => {
                 return unavailable_response(
@@ -69,6 +69,7 @@ pub(super) async fn preview(
         };
     json_response(&Preview {
         seconds: rounded(interval.as_secs_f64()),
+        simulated_seconds: rounded(replayed.as_secs_f64()),
         requests: was.requests(),
         now: figures(&was),
         then: figures(&would),

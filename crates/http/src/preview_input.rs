@@ -108,9 +108,20 @@ impl SettingsAfter {
         DiskSettings { limits: group.limits(), ..group.settings().into() }
     }
 
+    /// True if the disk or a group around it has a target. Reads no limits, because that locks the
+    /// tree which admits requests.
     fn has_target(&self, disk: &RunningDisk) -> bool {
-        let is_target = |settings: DiskSettings| settings.latency.target.is_some();
-        is_target(self.of_disk(disk)) || above(disk).any(|group| is_target(self.of_group(&group)))
+        let is_changed = |name: &str| name == self.name;
+        let of_change = self.settings.latency.target;
+        let own = match is_changed(disk.disk.name()) {
+            true => of_change,
+            false => disk.disk.throttle().settings().latency.target,
+        };
+        own.is_some()
+            || above(disk).any(|group| match is_changed(group.name()) {
+                true => of_change.is_some(),
+                false => group.settings().latency.target.is_some(),
+            })
     }
 }
 
@@ -130,21 +141,23 @@ fn devices_with_target(
     subjects: &[Rc<RunningDisk>],
 ) -> DevicesWithTarget {
     let mut found = DevicesWithTarget::default();
-    let placed: Vec<_> =
-        disks.iter().filter_map(|disk| Some((disk, registry.shared_device(&disk.disk)?))).collect();
-    let mut numbers: BTreeMap<&SharedDevice, usize> = BTreeMap::new();
-    for (disk, device) in &placed {
-        let is_subject = || subjects.iter().any(|subject| Rc::ptr_eq(subject, disk));
-        if !numbers.contains_key(device) && is_subject() {
-            let mut on_device = placed.iter().filter(|(_, other)| other == device);
-            if on_device.any(|(other, _)| after.has_target(other)) {
-                let number = numbers.len();
-                numbers.insert(device, number);
-            }
+    let device_of = |disk: &Rc<RunningDisk>| registry.shared_device(&disk.disk);
+    let with_target = disks.iter().filter(|disk| after.has_target(disk));
+    // Each device is judged once: a host may have thousands of disks on one.
+    let mut numbers: BTreeMap<SharedDevice, Option<usize>> =
+        with_target.filter_map(device_of).map(|device| (device, None)).collect();
+    if numbers.is_empty() {
+        return found;
+    }
+    let mut count = 0;
+    for device in subjects.iter().filter_map(device_of) {
+        if let Some(number @ None) = numbers.get_mut(&device) {
+            *number = Some(count);
+            count += 1;
         }
     }
-    for (disk, device) in &placed {
-        if let Some(&number) = numbers.get(device) {
+    for disk in disks {
+        if let Some(number) = device_of(disk).and_then(|device| numbers.get(&device).copied().flatten()) {
             found.number_of.insert(disk.disk.name().to_string(), number);
             found.disks.push(Rc::clone(disk));
         }

@@ -14,12 +14,12 @@ use std::{
 use anyhow::Context as _;
 use control::recording::RecentRequests;
 use policy::time::Duration;
-use simulator::limit_preview::{PreviewResult, replay};
+use simulator::limit_preview::{PreviewResult, ReplayResult, replay};
 use tokio::sync::oneshot;
 
 use super::main_thread::PreviewInput;
 
-/// Most recent requests to replay: about a second of computation.
+/// Most recent requests to replay, which bounds the computation.
 const MAX_REQUESTS: usize = 300_000;
 
 pub(super) struct Previews {
@@ -52,6 +52,8 @@ struct PreviewJob {
 pub(super) struct PreviewOutcome {
     /// Length of the replayed recording.
     pub(super) past: Duration,
+    /// Virtual time that was measured in the replay.
+    pub(super) replayed: Duration,
     pub(super) recorded: PreviewResult,
     pub(super) simulated: PreviewResult,
     /// As recorded and as simulated, of the other disks on devices with a latency target; `None`
@@ -171,7 +173,7 @@ impl PreviewQueue {
             Err(error) => Err(error),
         };
         // The client may have disconnected.
-        let _ = tell.send(results.map(|results| {
+        let _ = tell.send(results.map(|ReplayResult { disks: results, simulated_ns }| {
             let sum = |places: &[usize]| {
                 let mut sum = PreviewResult::default();
                 places.iter().filter_map(|place| results.get(*place)).for_each(|result| sum.add(result));
@@ -179,7 +181,8 @@ impl PreviewQueue {
             };
             let simulated = sum(&then.of);
             let others = (!others.is_empty()).then(|| [recorded_others, sum(&others)]);
-            PreviewOutcome { past: now - since, recorded, simulated, others }
+            let replayed = Duration::from_nanos(simulated_ns);
+            PreviewOutcome { past: now - since, replayed, recorded, simulated, others }
         }));
     }
 }

@@ -324,6 +324,11 @@ impl SimulationEngine {
         self.state.flow.scheduled()
     }
 
+    /// Virtual time of the last event, in nanoseconds.
+    pub(crate) const fn now_ns(&self) -> u64 {
+        self.state.now
+    }
+
     /// Number of requests that wait for limits.
     pub fn waiting(&self) -> usize {
         self.waiting.len() + self.backlogged

@@ -133,6 +133,21 @@ impl PreviewResult {
     }
 }
 
+/// Measurements of a replay.
+#[derive(Clone, Debug)]
+pub struct ReplayResult {
+    /// Of each disk.
+    pub disks: Vec<PreviewResult>,
+    /// Virtual time that was measured, in nanoseconds. Low limits stretch it beyond the time of the
+    /// recording; with a latency target it ends at [`MAX_ROUND_NS`], with the rest of the requests
+    /// left out.
+    pub simulated_ns: u64,
+}
+
+/// Longest round of a replay with a latency target, in virtual time: twice the longest recording.
+/// Each second of it is twenty steps of a controller, also while no limit admits a request.
+pub const MAX_ROUND_NS: u64 = 1_200_000_000_000;
+
 /// Simulates the recorded requests under these limits and returns the measurements of each disk.
 /// `None` if `stop` was set meanwhile.
 ///
@@ -142,7 +157,7 @@ pub fn replay(
     groups: &[PreviewGroup],
     disks: &[PreviewDisk],
     stop: &AtomicBool,
-) -> anyhow::Result<Option<Vec<PreviewResult>>> {
+) -> anyhow::Result<Option<ReplayResult>> {
     let devices = PreviewDevices::of(disks);
     let of_group = |settings| if devices.stations.is_empty() { without_target(settings) } else { settings };
     let world = WorldSpec {
@@ -169,6 +184,7 @@ pub fn replay(
             engine.add_chain(chain);
         }
     }
+    let max_round_ns = if devices.stations.is_empty() { u64::MAX } else { MAX_ROUND_NS };
     let mut phase = ReplayRound::new(disks);
     let mut first_ns = None;
     loop {
@@ -176,25 +192,36 @@ pub fn replay(
         for row in engine.take_rows() {
             match first_ns {
                 // This round only fills the buckets.
-                None if phase.is_over(&row) => {
-                    first_ns = Some(row.admitted_ns);
+                None if phase.is_over(&row) || row.admitted_ns >= max_round_ns => {
+                    first_ns = Some(row.admitted_ns.min(max_round_ns));
                     phase = ReplayRound::new(disks);
                 }
                 None => {}
                 // Measured for as long as the first round lasted.
                 Some(first_ns) if row.admitted_ns >= 2 * first_ns || phase.has_enough() => {
-                    return Ok(Some(phase.finish()));
+                    let simulated_ns = row.admitted_ns.min(2 * first_ns) - first_ns;
+                    return Ok(Some(phase.finish(simulated_ns)));
                 }
                 Some(_) => {}
             }
             phase.add_result(&row);
+        }
+        // Limits may admit no request for a long time, in which there is no row.
+        let now_ns = if devices.stations.is_empty() { 0 } else { engine.now_ns() };
+        match first_ns {
+            None if now_ns >= max_round_ns => {
+                first_ns = Some(max_round_ns);
+                phase = ReplayRound::new(disks);
+            }
+            Some(first_ns) if now_ns >= 2 * first_ns => return Ok(Some(phase.finish(first_ns))),
+            _ => {}
         }
         if stop.load(Ordering::Relaxed) {
             return Ok(None);
         }
         if !is_running {
             // There are no requests.
-            return Ok(Some(phase.finish()));
+            return Ok(Some(phase.finish(0)));
         }
     }
 }
@@ -235,8 +262,8 @@ impl ReplayRound {
         statistics.record(row.request.at_ns, row.admitted_ns, row.completed_ns, row.request.length);
     }
 
-    fn finish(self) -> Vec<PreviewResult> {
-        self.results.into_iter().map(PreviewResult).collect()
+    fn finish(self, simulated_ns: u64) -> ReplayResult {
+        ReplayResult { disks: self.results.into_iter().map(PreviewResult).collect(), simulated_ns }
     }
 }
 
@@ -447,7 +474,7 @@ mod tests {
     }
 
     fn replayed(groups: &[PreviewGroup], disks: Vec<PreviewDisk>) -> Vec<PreviewResult> {
-        replay(groups, &disks, &AtomicBool::new(false)).unwrap().unwrap()
+        replay(groups, &disks, &AtomicBool::new(false)).unwrap().unwrap().disks
     }
 
     fn alone(settings: DiskSettings, past: Vec<CompletedRequest>) -> PreviewResult {

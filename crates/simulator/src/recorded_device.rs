@@ -18,10 +18,9 @@ use std::{cmp::Reverse, collections::BinaryHeap};
 
 /// Numbers of servers that are tried.
 const SERVERS: [usize; 17] = [1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128];
-/// Share of requests that may complete before they could have begun, as devices reorder requests.
-/// With one server too few, it is between 0.4 % and 10 % in simulations of three servers. A device
-/// that reorders more has too many servers in the model, and throttling others has less effect
-/// there than in reality.
+/// Share of requests that may complete before they could have begun, as devices reorder requests. A
+/// device that reorders more has too many servers in the model, and throttling others has less
+/// effect there than in reality. A much larger share would accept too few servers.
 const MAX_CONTRADICTIONS: f64 = 0.001;
 /// Time by which a request may complete before it could have begun: completions are recorded with a
 /// delay.

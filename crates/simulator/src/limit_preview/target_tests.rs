@@ -83,7 +83,11 @@ fn previewed(
             recording: recording.clone(),
         })
         .collect();
-    replay(&[], &disks, &AtomicBool::new(false)).unwrap().unwrap()
+    replayed(&disks).disks
+}
+
+fn replayed(disks: &[PreviewDisk]) -> ReplayResult {
+    replay(&[], disks, &AtomicBool::new(false)).unwrap().unwrap()
 }
 
 fn assert_near(predicted: &[PreviewResult], recording: &[Vec<CompletedRequest>], context: &str) {
@@ -116,6 +120,33 @@ fn preview_of_a_target_runs_the_controller() {
     assert_near(&previewed(DiskSettings::default(), &with, Some(0)), &without, "no target");
     // No change.
     assert_near(&previewed(target(5 * MS), &with, Some(0)), &with, "the same target");
+}
+
+#[test]
+fn round_of_a_limit_that_admits_hardly_anything_is_bounded() {
+    let mut limits = policy::throttle::Limits::default();
+    // A request of 4 KiB takes 20 minutes, and all of them more than a year.
+    limits.limit_mut(policy::throttle::LimitKind::BpsTotal).rate = 3;
+    let slow = DiskSettings { limits, ..target(5 * MS) };
+    let request = |number| CompletedRequest {
+        arrived_ns: number * MS,
+        wait_ns: 0,
+        service_ns: MS / 2,
+        length: 4096,
+        op: RequestOp::Read,
+    };
+    let disk = |settings| PreviewDisk {
+        name: String::new(),
+        settings,
+        group: None,
+        device: Some(0),
+        recording: (0..30_000).map(request).collect(),
+    };
+    let bounded = replayed(&[disk(slow)]);
+    assert_eq!(bounded.simulated_ns, MAX_ROUND_NS);
+    assert!(bounded.disks[0].requests() <= 2, "{}", bounded.disks[0].requests());
+    let usual = replayed(&[disk(target(5 * MS))]);
+    assert!(usual.simulated_ns.abs_diff(30 * SECOND) < SECOND, "{}", usual.simulated_ns);
 }
 
 #[test]
