@@ -19,7 +19,7 @@ fn target(bound_ns: u64) -> DiskSettings {
     }
 }
 
-/// Requests of `db` at depth 1 and of two disks at depth 32, from second 4 to 14, on a device that
+/// Requests of `db` at depth 1 and of two disks at depth 32, from second 4 to 20, on a device that
 /// serves three requests at a time.
 fn recorded(db: DiskSettings) -> Vec<Vec<CompletedRequest>> {
     let mut world = WorldSpec::default();
@@ -48,7 +48,7 @@ fn recorded(db: DiskSettings) -> Vec<Vec<CompletedRequest>> {
             depth,
             think_ns: 50_000,
             count: None,
-            time: 0..14 * SECOND,
+            time: 0..20 * SECOND,
         }));
     }
     while engine.run(STEPS) {}
