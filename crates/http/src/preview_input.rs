@@ -70,6 +70,10 @@ pub(super) fn preview_input(
                 .and_then(|()| latency_targets::check_below(registry, &after.latency, &group))
                 .map_err(of_latency)?;
             let GroupSettings { limits, quota, share, .. } = after;
+            // The limit of a used-up quota follows the reservations, also those inside.
+            let [_, inside_bps] = group.reserved();
+            let bps = share.bps_reservation().max(inside_bps);
+            let share = share.with_reservation(share.iops_reservation(), bps);
             let configured = ConfiguredLimits { limits, quota, share, size_bytes: None };
             let limits = group.scheduled().in_force(&configured);
             let limits = limits.map_err(|error| ChangeError::Rejected(error.to_string()))?;

@@ -145,16 +145,32 @@ pub struct ConfiguredLimits {
 }
 
 impl ScheduledLimits {
-    /// The limits in force, from those configured, the size of the disk, its share, and its quota.
-    /// A limit for each GiB is raised to the reservation of the disk ([`Limits::at_size_with`]),
-    /// and so is the limit of a used-up quota: a reservation must fit at all times. This is the
-    /// only place that puts them together.
+    /// The limits in force, from those configured, the size of the disk, its share, and its quota:
+    /// [`ScheduledLimits::without_quota`] and [`ScheduledLimits::used_up_rate_bps`] together, as in
+    /// a throttle tree.
+    ///
+    /// # Errors
+    /// As [`ScheduledLimits::without_quota`].
+    pub fn in_force(&self, configured: &ConfiguredLimits) -> Result<Limits, ThrottleError> {
+        let limits = self.without_quota(configured)?;
+        let rate_bps = self.used_up_rate_bps(&configured.quota);
+        Ok(VolumeQuota::limit_raised(rate_bps, configured.share.bps_reservation(), &limits))
+    }
+
+    /// `quota-rate` while the quota is used up, in bytes per second; otherwise 0.
+    pub const fn used_up_rate_bps(&self, quota: &VolumeQuota) -> u64 {
+        if self.is_quota_used_up && !quota.is_none() { quota.rate_bps } else { 0 }
+    }
+
+    /// The limits without those of a used-up quota. Reservations must fit into these: a quota does
+    /// not make a valid configuration invalid while it is used up. A limit for each GiB is raised
+    /// to the reservation of the disk ([`Limits::at_size_with`]).
     ///
     /// # Errors
     /// [`ThrottleError::Limits`]: the configured limits break a rule. [`ThrottleError::Schedule`]:
     /// they contradict an entry of the schedule.
-    pub fn in_force(&self, configured: &ConfiguredLimits) -> Result<Limits, ThrottleError> {
-        let &ConfiguredLimits { limits: configured, quota, share, size_bytes } = configured;
+    pub fn without_quota(&self, configured: &ConfiguredLimits) -> Result<Limits, ThrottleError> {
+        let &ConfiguredLimits { limits: configured, share, size_bytes, .. } = configured;
         let is_group = size_bytes.is_none();
         configured.validate_for(is_group)?;
         if let Some((index, invalid)) = self.schedule.contradiction(&configured, is_group) {
@@ -162,12 +178,7 @@ impl ScheduledLimits {
         }
         let entry = self.state.entry.and_then(|entry| self.schedule.entries.get(entry));
         let limits = entry.map_or(Ok(configured), |entry| configured.with_settings(&entry.limits))?;
-        let limits = size_bytes.map_or(limits, |size_bytes| limits.at_size_with(size_bytes, share));
-        if !self.is_quota_used_up || quota.is_none() {
-            return Ok(limits);
-        }
-        let rate_bps = quota.rate_bps.max(share.bps_reservation());
-        Ok(VolumeQuota { rate_bps, ..quota }.limit(&limits))
+        Ok(size_bytes.map_or(limits, |size_bytes| limits.at_size_with(size_bytes, share)))
     }
 }
 

@@ -10,8 +10,8 @@
 //! the configured limits.
 //!
 //! Periods have indices that rise with the clock of the zone, so an hour that occurs twice is one
-//! period. The clock may step. A period that it has shown keeps its count: no step grants an amount
-//! twice. Not related to the quota leases of [`cluster`](crate::cluster), which divide rates.
+//! period. The clock may step. The last periods that it has shown keep their counts, so that a step
+//! grants no amount twice unless the clock shows many periods. Not related to the quota leases of [`cluster`](crate::cluster), which divide rates.
 //!
 //! Never reads a clock or a time zone: both are arguments.
 
@@ -78,8 +78,11 @@ impl QuotaPeriod {
         }
     }
 
-    /// First second of a period on the clock of the zone.
-    fn local_start_s(self, index: i64) -> i64 {
+    /// First second of a period on the clock of its zone, since 1970 on that clock. Saturates:
+    /// indices may be from a file.
+    pub fn local_start_s(self, index: i64) -> i64 {
+        // Far beyond each clock, and each product below fits.
+        let index = index.clamp(-(1 << 32), 1 << 32);
         match self {
             Self::Hour => index * HOUR_S,
             Self::Day => index * DAY_S,
@@ -153,6 +156,16 @@ impl VolumeQuota {
     /// True without a quota.
     pub const fn is_none(&self) -> bool {
         self.total.is_none() && self.writes.is_none()
+    }
+
+    /// As [`VolumeQuota::limit`] at a rate of `rate_bps`, raised to reservations of `reserved_bps`,
+    /// which hold at all times. Without a rate, `limits`.
+    #[must_use]
+    pub fn limit_raised(rate_bps: u64, reserved_bps: u64, limits: &Limits) -> Limits {
+        if rate_bps == 0 {
+            return *limits;
+        }
+        Self { rate_bps: rate_bps.max(reserved_bps), ..Self::default() }.limit(limits)
     }
 
     /// Limits while the quota is used up, from those that hold otherwise, all of them plain rates:

@@ -67,7 +67,7 @@ impl WatchedConditions {
             let member = running.disk.throttle();
             let measured = MemberMeasurement {
                 brief: member.brief_stats(),
-                enforcement: member.enforcement(),
+                enforcement: member.watermark_enforcement(),
                 has_watermark: member.watermark().percent() > 0,
                 latency: latency(running.disk.name()),
             };
@@ -77,7 +77,7 @@ impl WatchedConditions {
             let group: &ThrottleGroup = &group;
             let measured = MemberMeasurement {
                 brief: group.brief_stats(),
-                enforcement: group.enforcement(),
+                enforcement: group.watermark_enforcement(),
                 has_watermark: group.watermark().percent() > 0,
                 latency: latency(group.name()),
             };

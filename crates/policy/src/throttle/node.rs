@@ -15,6 +15,7 @@ use super::share::NodeShare;
 use super::stats::{AdmissionCounters, CumulativeStats, ThrottleStats, ThrottleSummary, WaitHistograms};
 use crate::request::Direction;
 use crate::time::Instant;
+use crate::volume_quota::VolumeQuota;
 use alloc::boxed::Box;
 use alloc::collections::VecDeque;
 use alloc::vec::Vec;
@@ -90,6 +91,15 @@ impl NodeLimits {
     }
 }
 
+/// A quota by volume that is used up.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct UsedUpQuota {
+    /// Limits without it.
+    pub(super) limits: Limits,
+    /// `quota-rate`, in bytes per second.
+    pub(super) rate_bps: u64,
+}
+
 /// Work charged to a disk, to continue in another tree or group.
 #[derive(Clone, Debug)]
 pub struct CarriedCharges {
@@ -120,7 +130,12 @@ pub(super) struct ThrottleNode<T> {
     /// Contents that a disk carried into the groups above, from its parent upwards and
     /// beyond the top level, as if it alone had filled their buckets.
     pub(super) carried: Vec<Option<Box<NodeLimits>>>,
+    /// In force, as in [`ThrottleNode::effective_enforcement`].
     pub(super) enforcement: Enforcement,
+    /// As the caller has set it.
+    pub(super) set_enforcement: Enforcement,
+    /// Boxed, because it is rare.
+    pub(super) used_up: Option<Box<UsedUpQuota>>,
     pub(super) share: NodeShare,
     /// `None` until the first child, because most nodes are disks.
     pub(super) schedule: Option<Box<ChildScheduler>>,
@@ -171,6 +186,8 @@ impl<T> ThrottleNode<T> {
             cap: None,
             carried: Vec::new(),
             enforcement: Enforcement::Enforced,
+            set_enforcement: Enforcement::Enforced,
+            used_up: None,
             share,
             schedule: None,
             first: Direction::Read,
@@ -195,6 +212,23 @@ impl<T> ThrottleNode<T> {
 
     pub(super) fn limits(&self) -> Limits {
         self.limited.as_ref().map_or_else(Limits::default, |limited| limited.limits)
+    }
+
+    /// Limits without those of a used-up quota.
+    pub(super) fn limits_without_quota(&self) -> Limits {
+        self.used_up.as_ref().map_or_else(|| self.limits(), |used_up| used_up.limits)
+    }
+
+    /// These limits together with those of a used-up quota, which are raised to the reservations.
+    pub(super) fn limits_with_quota(&self, limits: &Limits) -> Limits {
+        let Some(used_up) = &self.used_up else { return *limits };
+        let [_, reserved_bps] = reserved_by(self.share, self.reserved_below);
+        VolumeQuota::limit_raised(used_up.rate_bps, reserved_bps, limits)
+    }
+
+    /// Enforcement as it was set; a used-up quota is enforced at all times.
+    pub(super) const fn effective_enforcement(&self) -> Enforcement {
+        if self.used_up.is_some() { Enforcement::Enforced } else { self.set_enforcement }
     }
 
     /// Limits of the cap; unlimited without one.

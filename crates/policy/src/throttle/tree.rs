@@ -43,6 +43,7 @@ mod moves;
 mod serve;
 mod spare;
 mod transfer;
+mod used_up;
 
 pub use lease::{MemberDemands, QuotaLease};
 use serve::ServicePath;
@@ -298,18 +299,14 @@ impl<T> ThrottleTree<T> {
         let (old, new) =
             (reserved_by(current.share, current.reserved_below), reserved_by(share, current.reserved_below));
         let limits = match self.lease(node) {
-            Some(_) => self.check_supply(slot, new).map(|()| current.limits())?,
+            Some(_) => self.check_supply(slot, new).map(|()| current.limits_without_quota())?,
             None => CapacitySupply { limits, device: current.device }.check(new).map(|()| limits)?,
         };
         self.check_reservations(self.nodes[slot].parent, old, new, &[])?;
-        let current = &self.nodes[slot];
-        let (limits_change, share_change) = (limits != current.limits(), share != current.share);
-        if share_change {
+        if share != self.nodes[slot].share {
             self.apply_share(slot, share);
         }
-        if limits_change {
-            self.apply_limits(slot, limits);
-        }
+        self.apply_configured(slot, limits);
         Ok(())
     }
 
@@ -350,12 +347,18 @@ impl<T> ThrottleTree<T> {
         Ok(())
     }
 
-    /// Changes the enforcement of a node's limits: poll afterwards. Bucket levels are kept.
+    /// Changes the enforcement of a node's limits: poll afterwards. Bucket levels are kept. While a
+    /// quota by volume is used up, all limits of the node are enforced.
     pub fn enforce(&mut self, node: NodeId, enforcement: Enforcement, now: Instant) {
         let slot = self.slot(node);
         self.advance_to(now);
+        self.nodes[slot].set_enforcement = enforcement;
+        self.apply_enforcement(slot);
+    }
+
+    fn apply_enforcement(&mut self, slot: usize) {
         let node = &mut self.nodes[slot];
-        let before = node.enforcement;
+        let (before, enforcement) = (node.enforcement, node.effective_enforcement());
         if before == enforcement {
             return;
         }
@@ -432,6 +435,11 @@ impl<T> ThrottleTree<T> {
     /// Enforcement of a node's limits.
     pub fn enforcement(&self, node: NodeId) -> Enforcement {
         self.nodes[self.slot(node)].enforcement
+    }
+
+    /// Enforcement of a node's limits as set by [`ThrottleTree::enforce`].
+    pub fn set_enforcement(&self, node: NodeId) -> Enforcement {
+        self.nodes[self.slot(node)].set_enforcement
     }
 
     /// The group that contains a node; `None` at the top level.
@@ -573,6 +581,8 @@ impl<T> ThrottleTree<T> {
             (old, new) = (reserved_by(node.share, node.reserved_below), reserved_by(node.share, reserved));
             node.reserved_below = reserved;
             let above = node.parent;
+            // The limit of a used-up quota follows the reservations.
+            self.apply_configured(at, self.nodes[at].limits_without_quota());
             if old != new {
                 // The parent's scheduler orders this node by its reservation, including the sum.
                 self.update_entitlement(at);

@@ -11,7 +11,7 @@ use policy::{
     latency_target::RateCap,
     schedule::{ConfiguredLimits, ScheduledLimits},
     throttle::{
-        BucketSnapshot, CumulativeStats, Enforcement, InvalidLimit, Limits, MemberDemands, NodeId, NodeShare,
+        BucketSnapshot, CumulativeStats, Enforcement, InvalidLimit, Limits, MemberDemands, NodeId,
         QuotaLease, ReservableCapacity, ThrottleError, ThrottleStats, ThrottleSummary,
     },
     time::Instant,
@@ -56,7 +56,7 @@ impl ThrottleGroup {
             parent.map_or_else(|| SharedThrottleTree::new(now), |parent| Arc::clone(&parent.shared_tree));
         let share = settings.share;
         let scheduled = ScheduledLimits::default();
-        let limits = scheduled.in_force(&configured_limits(&settings, share))?;
+        let limits = scheduled.without_quota(&configured_limits(&settings))?;
         let node =
             shared_tree.lock().add(None, parent.map(|parent| parent.node), limits, share, None, now)?;
         let parent = parent.cloned();
@@ -146,11 +146,7 @@ impl ThrottleGroup {
         let scheduled = scheduled.unwrap_or_else(|| current.scheduled.clone());
         // Lock order: the settings before the tree.
         let mut locked = self.shared_tree.lock();
-        // With the reservations inside, which must fit into the limits at all times.
-        let [_, inside_bps] = locked.tree().reserved(self.node);
-        let own = settings.share;
-        let share = own.with_reservation(own.iops_reservation(), own.bps_reservation().max(inside_bps));
-        let limits = scheduled.in_force(&configured_limits(&settings, share))?;
+        let limits = scheduled.without_quota(&configured_limits(&settings))?;
         let is_leased = locked.tree().lease(self.node).is_some();
         let changes_quota = settings.limits != current.settings.limits
             || !scheduled.schedule.entries.is_empty()
@@ -160,6 +156,7 @@ impl ThrottleGroup {
         }
         // Under a quota lease the leased limits stay in force.
         locked.configure(self.node, limits, settings.share, now)?;
+        locked.set_used_up_rate(self.node, scheduled.used_up_rate_bps(&settings.quota), now);
         *current = GroupTerms { settings, scheduled };
         drop(locked);
         drop(current);
@@ -288,6 +285,11 @@ impl ThrottleGroup {
         self.shared_tree.lock().tree().enforcement(self.node)
     }
 
+    /// Enforcement by the watermark: a used-up quota is enforced at all times.
+    pub fn watermark_enforcement(&self) -> Enforcement {
+        self.shared_tree.lock().tree().set_enforcement(self.node)
+    }
+
     /// Sets the enforcement of the group's limits, also for waiting requests. For the sampler of
     /// the device.
     ///
@@ -347,9 +349,10 @@ impl ThrottleGroup {
     }
 }
 
-/// Settings of a group, with its share, from which its limits in force are computed.
-const fn configured_limits(settings: &GroupSettings, share: NodeShare) -> ConfiguredLimits {
-    ConfiguredLimits { limits: settings.limits, quota: settings.quota, share, size_bytes: None }
+/// Settings of a group from which its limits in force are computed.
+const fn configured_limits(settings: &GroupSettings) -> ConfiguredLimits {
+    let &GroupSettings { limits, quota, share, .. } = settings;
+    ConfiguredLimits { limits, quota, share, size_bytes: None }
 }
 
 impl Drop for ThrottleGroup {

@@ -268,6 +268,12 @@ impl ThrottleMember {
         location.shared_tree.lock().tree().enforcement(location.node)
     }
 
+    /// Enforcement by the watermark: a used-up quota is enforced at all times.
+    pub fn watermark_enforcement(&self) -> Enforcement {
+        let location = self.slot.lock();
+        location.shared_tree.lock().tree().set_enforcement(location.node)
+    }
+
     /// Sets the enforcement of the disk's limits, also for waiting requests. For the sampler of the
     /// device.
     ///

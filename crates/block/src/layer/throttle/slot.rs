@@ -104,7 +104,7 @@ impl<K> ThrottleSlot<K> {
         let flag = UnlimitedFlag::new(AtomicBool::new(false));
         let SlotDestination { shared_tree: arbiter, parent, owner_data: kept } = at;
         let scheduled = ScheduledLimits::default();
-        let limits = scheduled.in_force(&configured_limits(&settings, size_bytes))?;
+        let limits = scheduled.without_quota(&configured_limits(&settings, size_bytes))?;
         let share = settings.share;
         let node = arbiter.lock().add(None, parent, limits, share, Some(Arc::clone(&flag)), now)?;
         Ok(Self {
@@ -265,7 +265,7 @@ impl<K> ThrottleSlot<K> {
             // Both trees stay locked for the whole move: no request can be admitted in between, or
             // overtake another one.
             let (mut old, mut other) = SharedThrottleTree::lock_both(&from, &to.shared_tree);
-            let limits = scheduled.in_force(&configured_limits(&settings, location.size_bytes))?;
+            let limits = scheduled.without_quota(&configured_limits(&settings, location.size_bytes))?;
             let share = settings.share;
             let flag = Some(Arc::clone(&self.unlimited_flag));
             // Within one tree, the reservation must not be counted twice in the groups above both
@@ -273,6 +273,7 @@ impl<K> ThrottleSlot<K> {
             let replaced = other.is_none().then_some(location.node);
             let new = other.as_mut().unwrap_or(&mut old);
             let node = new.add(replaced, to.parent, limits, share, flag, now)?;
+            new.set_used_up_rate(node, scheduled.used_up_rate_bps(&settings.quota), now);
             // Statistics and charges are read before the node is removed.
             let old_stats = old.tree().stats(location.node, now);
             let replacement = replaced.map(|_| node);
@@ -325,8 +326,11 @@ impl<K> SlotLocation<K> {
         scheduled: ScheduledLimits,
         now: Instant,
     ) -> Result<(), ThrottleError> {
-        let limits = scheduled.in_force(&configured_limits(&settings, self.size_bytes))?;
-        self.shared_tree.lock().configure(self.node, limits, settings.share, now)?;
+        let limits = scheduled.without_quota(&configured_limits(&settings, self.size_bytes))?;
+        let mut locked = self.shared_tree.lock();
+        locked.configure(self.node, limits, settings.share, now)?;
+        locked.set_used_up_rate(self.node, scheduled.used_up_rate_bps(&settings.quota), now);
+        drop(locked);
         self.settings = settings;
         self.scheduled = scheduled;
         Ok(())

@@ -163,6 +163,8 @@ impl SharedThrottleTree {
             }
             *lifted = true;
             for &node in nodes.keys() {
+                // First, because a used-up quota is not lifted.
+                tree.set_used_up_rate(node, 0, now);
                 tree.enforce(node, Enforcement::Lifted, now);
                 tree.set_cap(node, None, now).expect("no limits are valid");
             }
@@ -262,10 +264,25 @@ impl LockedTree<'_> {
         let was_unlimited = self.state.tree.limits(node).is_unlimited();
         // Flags depend on whether a node has limits, not on their values.
         self.state.tree.configure(node, limits, share, now)?;
-        if was_unlimited != limits.is_unlimited() {
+        self.update_flags_if_changed(node, was_unlimited);
+        Ok(())
+    }
+
+    /// Puts the limit of a used-up quota by volume in force, or removes it (0): see
+    /// [`policy::throttle::ThrottleTree::set_used_up_rate`]. No effect once limits are lifted
+    /// permanently. Call [`SharedThrottleTree::admit_ready`] afterwards.
+    pub(super) fn set_used_up_rate(&mut self, node: NodeId, rate_bps: u64, now: Instant) {
+        if !self.state.lifted {
+            let was_unlimited = self.state.tree.limits(node).is_unlimited();
+            self.state.tree.set_used_up_rate(node, rate_bps, now);
+            self.update_flags_if_changed(node, was_unlimited);
+        }
+    }
+
+    fn update_flags_if_changed(&mut self, node: NodeId, was_unlimited: bool) {
+        if was_unlimited != self.state.tree.limits(node).is_unlimited() {
             self.update_flags();
         }
-        Ok(())
     }
 
     /// Puts the host's quota of a cluster-wide limit in force; returns the burst capacity that is
