@@ -25,9 +25,14 @@ impl QuotaGroup {
     }
 
     fn configure(&self, settings: &str) {
+        self.configure_both(settings, "");
+    }
+
+    /// With settings of the disk.
+    fn configure_both(&self, settings: &str, of_disk: &str) {
         let config = format!(
             "[daemon]\nqmp = \"{}\"\nnbd = \"unix:{}\"\nstate = \"{}\"\n\
-             [disk.a]\nimage = \"{}\"\nformat = \"raw\"\ngroup = \"g\"\n\
+             [disk.a]\nimage = \"{}\"\nformat = \"raw\"\ngroup = \"g\"\n{of_disk}\n\
              [group.g]\n{settings}\n",
             socket(&self.scratch),
             text(&self.scratch.socket("nbd")),
@@ -62,11 +67,16 @@ impl QuotaGroup {
         qemu_io(["-f", "raw"], &[&format!("write -P 7 0 {length}")], self.uri());
     }
 
-    /// Waits until a sample has counted this many bytes of writes; returns the count of all.
-    fn until_used(&self, written: u64) -> u64 {
+    /// Waits until a sample has counted this many bytes of writes.
+    fn until_written(&self, written: u64) {
         wait_until(&self.scratch, |status| {
             find(status, "groups", "g")["quota-status"]["writes"]["used-bytes"].as_u64() >= Some(written)
         });
+    }
+
+    /// As [`QuotaGroup::until_written`]; returns the count of all bytes.
+    fn until_used(&self, written: u64) -> u64 {
+        self.until_written(written);
         self.group()["quota-status"]["total"]["used-bytes"].as_u64().expect("a count")
     }
 
@@ -147,6 +157,47 @@ print(time.monotonic() - began)
     quota.until_used_up();
     quota.assert_used_up(used);
     daemon.stop();
+}
+
+#[test]
+fn reservations_change_while_a_quota_is_used_up() {
+    let quota = QuotaGroup::new(SETTINGS);
+    let limited = |total: &str| format!("{SETTINGS}\nbps-total = \"{total}\"");
+    let limit = |rate: u64| assert_eq!(quota.group()["limits"], json!({ "bps-total": rate }));
+    quota.configure_both(&limited("100M"), "bps-reservation = \"1M\"");
+    let daemon = quota.serve().start();
+    quota.write("5M");
+    wait_until(&quota.scratch, |status| find(status, "groups", "g")["limits"]["bps-total"] == 1 << 20);
+    // The limit of the group follows the reservation of its disk, upwards and downwards.
+    quota.configure_both(&limited("90M"), "bps-reservation = \"2M\"");
+    run_ok(&quota.scratch, &["reload"]);
+    limit(2 << 20);
+    // A rejected config leaves everything as it was.
+    quota.configure_both(&limited("80M"), "bps-reservation = \"81M\"");
+    let refused = run_failing(&quota.scratch, &["reload"]);
+    assert!(refused.contains("more than the limit of 83886080"), "{refused}");
+    assert!(!refused.contains("restart weir"), "{refused}");
+    limit(2 << 20);
+    quota.configure(&limited("100M"));
+    run_ok(&quota.scratch, &["reload"]);
+    limit(262_144);
+    daemon.stop();
+}
+
+#[test]
+fn quota_that_a_client_sets_is_stored() {
+    let quota = QuotaGroup::new("");
+    let daemon = quota.serve().start();
+    run_ok(&quota.scratch, &["throttle", "g", "--write-quota", "1G per month", "--quota-rate", "1M"]);
+    quota.write("2M");
+    quota.until_written(2 * MIB);
+    // Its disk leaves the group: the last bytes are counted before.
+    quota.write("3M");
+    run_ok(&quota.scratch, &["throttle", "a", "--group", ""]);
+    quota.until_written(5 * MIB);
+    let log = daemon.stop();
+    assert!(!log.contains("cannot be stored"), "{log}");
+    assert_eq!(quota.stored()["members"]["g"]["writes"]["counts"][0][1], 5 * MIB);
 }
 
 #[test]

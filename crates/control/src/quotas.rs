@@ -13,9 +13,11 @@
 //! admits more at full rate.
 
 mod file;
+mod store;
 
 use std::{
     cell::{Cell, RefCell},
+    cmp::Reverse,
     collections::{HashMap, HashSet},
     io, iter,
     path::{Path, PathBuf},
@@ -26,21 +28,22 @@ use api::{QuotaStatus, QuotaUse};
 use block::{disk::Disk, layer::throttle::ThrottleGroup};
 use policy::{
     schedule::{LimitSchedule, ScheduledLimits},
-    time::{Duration, Instant},
-    volume_quota::{QuotaCounts, VolumeAmount, VolumeCount, VolumeQuota},
+    time::Duration,
+    volume_quota::{QuotaCounts, QuotaPeriod, VolumeAmount, VolumeCount, VolumeQuota},
 };
 use settings::{QuotaSetting, schedule};
 
 pub(crate) use self::file::StoredCounts;
 pub use self::file::file;
+use self::store::{QuotaStore, StoredFile};
 use crate::events::{EventLog, Kind, NewEvent};
 
 /// Interval between samples while there is a quota: bounds the volume by which it is exceeded.
 pub(crate) const SAMPLE_INTERVAL: Duration = Duration::from_secs(1);
-/// Maximum age of a stored count that has changed: bounds the loss of a crash in time.
-const SAVE_INTERVAL: Duration = Duration::from_secs(10);
 /// A count is stored earlier after this part of its quota: bounds the loss of a crash in volume.
 const SAVE_PARTS: u64 = 100;
+/// Counts of removed objects that are kept, the latest ones: a file with them is read back.
+const MAX_REMOVED: usize = 4096;
 
 /// Counts of all quotas of the daemon.
 #[derive(Debug, Default)]
@@ -69,41 +72,33 @@ struct KnownQuota {
     is_used_up: bool,
 }
 
-/// State file with its content.
-#[derive(Debug)]
-struct QuotaStore {
-    file: PathBuf,
-    /// Identifies the daemon in the file.
-    daemon: String,
-    saved_at: Instant,
-    saved: HashMap<String, QuotaCounts>,
-}
-
 /// Disk or group with a quota.
 struct QuotaMember<'a> {
     kind: &'static str,
     name: &'a str,
     quota: VolumeQuota,
+    /// Reservation of the object and those inside, in bytes per second.
+    reserved_bps: u64,
     schedule: &'a LimitSchedule,
 }
 
 impl QuotaCounters {
     /// Reads the counts that an earlier process stored for this daemon, and stores counts there
-    /// from now on. `create` creates the directory; without it, an existing one is used. Waits for
-    /// a file system.
+    /// from now on. `create` creates the directory, also without a quota: a client may set one
+    /// later. A failure is logged if there is a quota (`is_needed`). Waits for a file system.
     pub fn open(
         &self,
         state: Option<&Path>,
         daemon: &str,
-        create: Option<impl FnOnce(&Path) -> io::Result<()>>,
+        is_needed: bool,
+        create: impl FnOnce(&Path) -> io::Result<()>,
     ) {
         let file = file(state, daemon);
         let directory = file.parent().unwrap_or(Path::new(""));
-        if let Some(Err(error)) = create.map(|create| create(directory)) {
-            self.warn_not_stored(&file, &error.to_string());
-            return;
-        }
-        if !directory.is_dir() {
+        if let Err(error) = create(directory) {
+            if is_needed {
+                self.warn_not_stored(&file, &error.to_string());
+            }
             return;
         }
         let counts = file::load(&file, daemon).unwrap_or_else(|error| {
@@ -115,14 +110,13 @@ impl QuotaCounters {
             HashMap::new()
         });
         self.counts.borrow_mut().extend(counts.clone());
-        let saved_at = reactor::now();
-        *self.store.borrow_mut() =
-            Some(QuotaStore { file, daemon: daemon.to_owned(), saved_at, saved: counts });
+        let stored = StoredFile { path: file, daemon: daemon.to_owned() };
+        *self.store.borrow_mut() = Some(QuotaStore::new(stored, counts));
     }
 
     /// Directory of the state file, if counts are stored.
     pub fn directory(&self) -> Option<PathBuf> {
-        self.store.borrow().as_ref().and_then(|store| store.file.parent().map(Path::to_owned))
+        self.store.borrow().as_ref().and_then(|store| store.path().parent().map(Path::to_owned))
     }
 
     fn warn_not_stored(&self, file: &Path, why: &str) {
@@ -135,9 +129,10 @@ impl QuotaCounters {
         }
     }
 
-    /// Counts of a disk or group, for another process or host.
-    pub(crate) fn stored(&self, name: &str) -> Option<StoredCounts> {
-        self.counts.borrow().get(name).map(StoredCounts::of)
+    /// Counts of a disk or group with this quota, for another process or host. `None` without a
+    /// quota: an earlier version may take over, which knows none.
+    pub(crate) fn stored(&self, name: &str, quota: &VolumeQuota) -> Option<StoredCounts> {
+        self.counts.borrow().get(name).filter(|_| !quota.is_none()).map(StoredCounts::of)
     }
 
     /// Continues the counts of another process or host.
@@ -158,35 +153,63 @@ impl QuotaCounters {
         groups: &[Arc<ThrottleGroup>],
         events: &EventLog,
     ) -> bool {
-        let has_quota = disks.iter().any(|disk| !disk.throttle().settings().quota.is_none())
-            || groups.iter().any(|group| !group.settings().quota.is_none());
-        if !has_quota {
+        let with_quota: HashSet<&str> = groups
+            .iter()
+            .filter(|group| !group.settings().quota.is_none())
+            .map(|group| group.name())
+            .collect();
+        let is_counted = |disk: &&Arc<Disk>| {
+            let group = || disk.throttle().group();
+            !disk.throttle().settings().quota.is_none()
+                || (!with_quota.is_empty()
+                    && iter::successors(group(), |group| group.parent().cloned())
+                        .any(|group| with_quota.contains(group.name())))
+        };
+        let counted: Vec<_> = disks.iter().filter(is_counted).collect();
+        if counted.is_empty() && with_quota.is_empty() {
             self.disks.borrow_mut().clear();
             self.known.borrow_mut().clear();
+            let mut counts = self.counts.borrow_mut();
+            disks.iter().for_each(|disk| drop(counts.remove(disk.name().as_ref())));
+            groups.iter().for_each(|group| drop(counts.remove(group.name())));
             return false;
         }
         let now_s = i64::try_from(schedule::now().as_secs()).unwrap_or(i64::MAX);
         // Bytes since the last sample belong to the period that the last sample has left: at most
         // one interval of a period counts in the one before it.
-        for disk in disks {
+        for disk in &counted {
             self.count(disk);
         }
-        self.disks.borrow_mut().retain(|_, known| known.disk.strong_count() > 0);
+        // A disk that comes under a quota again starts at its counters of that time.
+        let counted: HashSet<&str> = counted.iter().map(|disk| disk.name().as_ref()).collect();
+        self.disks.borrow_mut().retain(|name, _| counted.contains(name.as_str()));
         let mut sampled = HashSet::new();
         for disk in disks {
-            let (quota, scheduled) = (disk.throttle().settings().quota, disk.throttle().scheduled());
-            let member =
-                QuotaMember { kind: "disk", name: disk.name(), quota, schedule: &scheduled.schedule };
+            let (settings, scheduled) = (disk.throttle().settings(), disk.throttle().scheduled());
+            let member = QuotaMember {
+                kind: "disk",
+                name: disk.name(),
+                quota: settings.quota,
+                reserved_bps: settings.share.bps_reservation(),
+                schedule: &scheduled.schedule,
+            };
             sampled.extend(self.update(&member, now_s, events));
         }
         for group in groups {
             let scheduled = group.scheduled();
-            let (quota, schedule) = (group.settings().quota, &scheduled.schedule);
-            let member = QuotaMember { kind: "group", name: group.name(), quota, schedule };
+            let member = QuotaMember {
+                kind: "group",
+                name: group.name(),
+                quota: group.settings().quota,
+                reserved_bps: group.reserved()[1],
+                schedule: &scheduled.schedule,
+            };
             sampled.extend(self.update(&member, now_s, events));
         }
         self.known.borrow_mut().retain(|name, _| sampled.contains(name));
-        self.counts.borrow_mut().retain(|name, counts| sampled.contains(name) || !is_over(counts, now_s));
+        let mut counts = self.counts.borrow_mut();
+        counts.retain(|name, counts| sampled.contains(name) || !is_over(counts, now_s));
+        drop_oldest(&mut counts, &sampled, MAX_REMOVED);
         true
     }
 
@@ -244,28 +267,13 @@ impl QuotaCounters {
 
     /// Starts a write of the counts if one is due.
     pub(crate) fn save_if_due(&self) {
-        let now = reactor::now();
-        let counts = self.counts.borrow();
-        let mut store = self.store.borrow_mut();
-        let Some(store) = &mut *store else {
-            drop(counts);
+        let store = self.store.borrow();
+        let Some(store) = &*store else {
             self.warn_not_stored(Path::new(""), "the daemon has no directory for them");
             return;
         };
-        let is_due = *counts != store.saved
-            && (now - store.saved_at >= SAVE_INTERVAL || self.are_far(&counts, &store.saved));
-        if !is_due {
-            return;
-        }
-        (store.saved_at, store.saved) = (now, counts.clone());
-        let (file, daemon, counts) = (store.file.clone(), store.daemon.clone(), counts.clone());
-        let write = move || (file::save(&file, &daemon, &counts), file);
-        reactor::spawn(async move {
-            let (result, file) = reactor::run_blocking(write).await;
-            if let Err(error) = result {
-                tracing::warn!(file = %file.display(), "the bytes counted against quotas cannot be stored: {error}");
-            }
-        });
+        let counts = self.counts.borrow();
+        store.save_if_due(&counts, |saved| self.are_far(&counts, saved));
     }
 
     /// True if a count has grown by a large part of its quota since the last write.
@@ -285,15 +293,12 @@ impl QuotaCounters {
         })
     }
 
-    /// Stores all counts, before the process ends.
+    /// Stores all counts, before the process ends. Waits for a file system, for a bounded time.
     pub(crate) async fn save(&self) {
         let counts = self.counts.borrow().clone();
-        let store = self.store.borrow().as_ref().map(|store| (store.file.clone(), store.daemon.clone()));
-        let Some((file, daemon)) = store else { return };
-        let shown = file.display().to_string();
-        let result = reactor::run_blocking(move || file::save(&file, &daemon, &counts)).await;
-        if let Err(error) = result {
-            tracing::warn!(file = shown, "the bytes counted against quotas cannot be stored: {error}");
+        let store = self.store.borrow().clone();
+        if let Some(store) = store {
+            store.save(counts).await;
         }
     }
 
@@ -333,14 +338,37 @@ fn is_over(counts: &QuotaCounts, now_s: i64) -> bool {
     let Some(zone) = schedule::zone_rules(&LimitSchedule::default()) else { return false };
     [&counts.total, &counts.writes].into_iter().flatten().all(|count| {
         let last = count.counts().iter().map(|count| count.index).max();
-        // An hour of one zone may begin a day after that of another.
-        last.is_none_or(|last| count.period().index(now_s, &zone) > last + 25)
+        // A period of one zone may begin more than a day after that of another.
+        let margin = if count.period() == QuotaPeriod::Hour { 26 } else { 2 };
+        last.is_none_or(|last| count.period().index(now_s, &zone) > last.saturating_add(margin))
     })
+}
+
+/// Removes the counts of objects that are not `present`, those with the earliest periods first,
+/// except `max` ones.
+fn drop_oldest(counts: &mut HashMap<String, QuotaCounts>, present: &HashSet<String>, max: usize) {
+    if counts.len() <= present.len() + max {
+        return;
+    }
+    let last_s = |counts: &QuotaCounts| {
+        let all = [&counts.total, &counts.writes].into_iter().flatten();
+        let last = |count: &VolumeCount| count.counts().iter().map(|count| count.index).max();
+        all.filter_map(|count| Some(count.period().local_start_s(last(count)?))).max()
+    };
+    let mut removed: Vec<_> = counts
+        .iter()
+        .filter(|(name, _)| !present.contains(*name))
+        .map(|(name, counts)| (Reverse(last_s(counts)), name.clone()))
+        .collect();
+    removed.sort_unstable();
+    removed.iter().skip(max).for_each(|(_, name)| drop(counts.remove(name)));
 }
 
 /// Event of a quota that has been used up, or is no longer.
 fn quota_event(member: &QuotaMember<'_>, is_used_up: bool, until: Option<String>) -> NewEvent {
-    let QuotaMember { kind, name, quota, .. } = member;
+    let QuotaMember { kind, name, quota, reserved_bps, .. } = member;
+    // The limit in force is raised to the reservations.
+    let quota = &VolumeQuota { rate_bps: quota.rate_bps.max(*reserved_bps), ..*quota };
     let amounts = [QuotaSetting::Total, QuotaSetting::Writes].map(|setting| (setting, setting.text(quota)));
     let amounts = amounts.into_iter().filter(|(_, text)| text != "0");
     let amounts = amounts.map(|(setting, text)| format!("{} {text}", setting.name())).collect::<Vec<_>>();
@@ -360,3 +388,6 @@ fn quota_event(member: &QuotaMember<'_>, is_used_up: bool, until: Option<String>
     };
     if *kind == "disk" { event.of_disk(name) } else { event.of_group(name) }
 }
+
+#[cfg(test)]
+mod tests;

@@ -437,6 +437,8 @@ impl Reconciliation<'_> {
         images: Vec<(usize, Image)>,
     ) -> anyhow::Result<()> {
         self.check_nested_targets(difference)?;
+        // Disks may leave their groups.
+        self.registry.sample_quotas();
         let groups = self.add_groups(difference)?;
         let mut member_placements = Vec::new();
         for (index, group) in groups {

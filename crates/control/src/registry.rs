@@ -237,15 +237,16 @@ impl Registry {
     }
 
     /// Counts bytes against quotas by volume since the last sample; true if there is a quota.
+    /// Call it before a disk is removed, or leaves a group.
     pub(crate) fn sample_quotas(&self) -> bool {
         self.quotas.sample(&self.disks.block_disks(), &self.groups.all(), &self.events)
     }
 
     /// Counts the last bytes against quotas, and stores the counts before the process ends.
     pub async fn store_quotas(&self) {
-        if self.sample_quotas() {
-            self.quotas.save().await;
-        }
+        // Also without a quota: it may have been removed since the last write.
+        self.sample_quotas();
+        self.quotas.save().await;
     }
 
     /// After each change, resolves the devices of the changed disk or group, once per name and pass
@@ -350,6 +351,8 @@ impl Registry {
             return Err(RegistryError::Exported { disk: name.to_owned(), export: export.id.clone() });
         }
         self.jobs.check_idle(name)?;
+        // Its last bytes count against the quotas of its groups.
+        self.sample_quotas();
         self.disks.remove(name);
         Ok(disk)
     }

@@ -126,7 +126,8 @@ fn apply(registry: &Registry, failures: &mut KnownFailures) -> Option<Duration> 
                 tracing::warn!(
                     name,
                     zone,
-                    "the schedule is not followed, because its time zone cannot be read (install tzdata)"
+                    "the schedule and the quota are not followed, because their time zone cannot be read \
+                     (install tzdata)"
                 );
             }
             remaining.insert(name.to_owned(), failure);
@@ -158,7 +159,10 @@ fn apply(registry: &Registry, failures: &mut KnownFailures) -> Option<Duration> 
             Err(error) => {
                 let failure = (state.entry, error.to_string());
                 if failures.get(name) != Some(&failure) {
-                    tracing::error!(name, "the limits of the schedule are not in force: {error}");
+                    tracing::error!(
+                        name,
+                        "the limits of the schedule and of the quota are not in force: {error}"
+                    );
                 }
                 remaining.insert(name.to_owned(), failure);
             }

@@ -343,8 +343,8 @@ fn daemon_keys() -> Vec<ConfigKey<DaemonConfig>> {
             "user", Text, "USER[:GROUP]", maybe!(user, user), "", Reject, Separate,
                 "After the start, continue as this user, with this group or the user's own; only as root";
             "state", Path, "DIR", maybe!(state), "/var/lib/weir, or ~/.local/state/weir if not root", Reject, Separate,
-                "Directory for data that survives a restart: results of `weir probe`, and the last \
-                 known limits of a cluster";
+                "Directory for data that survives a restart: results of `weir probe`, the last \
+                 known limits of a cluster, and counts of quotas";
         }
         "Logging" {
             "log", Text, "FILTER", one!(log.filter, log::filter), "info", Reject, Separate,

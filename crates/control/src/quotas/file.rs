@@ -99,12 +99,15 @@ pub(super) fn load(file: &Path, daemon: &str) -> anyhow::Result<HashMap<String, 
 /// Replaces the file.
 ///
 /// # Errors
-/// Fails without changing the file.
+/// Fails without changing the file, also if it would be too long to be read back.
 pub(super) fn save(file: &Path, daemon: &str, counts: &HashMap<String, QuotaCounts>) -> io::Result<()> {
     let members = counts.iter().map(|(name, counts)| (name.clone(), StoredCounts::of(counts))).collect();
     let stored = QuotaFile { format: FORMAT, daemon: daemon.to_owned(), members };
     let mut text = serde_json::to_vec_pretty(&stored)?;
     text.push(b'\n');
+    if text.len() as u64 > MAX_FILE_BYTES {
+        return Err(io::Error::other(format!("there are too many: more than {MAX_FILE_BYTES} bytes")));
+    }
     atomic_file::write(file, &text, true)
 }
 

@@ -596,7 +596,7 @@ async fn quiesce_and_transfer(
         counted: DiskCounterState::of(&running.disk),
         filled: running.disk.throttle().bucket_levels().map(Into::into),
         set: Some(transferred_settings::disk_settings(running)),
-        quota: registry.quotas.stored(running.disk.name()),
+        quota: registry.quotas.stored(running.disk.name(), &running.disk.throttle().settings().quota),
         bitmaps: running.disk.image().recorded_bitmaps(),
     });
     let groups = registry.groups.all();
@@ -605,7 +605,7 @@ async fn quiesce_and_transfer(
         counted: ThrottleCounterState::of(group),
         filled: group_levels(group),
         set: Some(transferred_settings::group_settings(group)),
-        quota: registry.quotas.stored(group.name()),
+        quota: registry.quotas.stored(group.name(), &group.settings().quota),
     });
     let (disks, groups) = (disks.collect(), groups.collect());
     let last_event = registry.events.last();

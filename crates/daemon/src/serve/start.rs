@@ -232,8 +232,8 @@ fn empty_registry(
 }
 
 /// Reads the counts of quotas by volume, whose file has the name of the config file, of the control
-/// socket, or of the first disk. Its directory is created if there is a quota, and used if it
-/// exists: a client may set a quota later.
+/// socket, or of the first disk. Its directory is created at every start: a client may set a quota
+/// later.
 fn open_quotas(registry: &Registry, plan: &DesiredState) {
     let config = registry.config.as_deref().or_else(|| plan.process.qmp.first().map(PathBuf::as_path));
     let daemon = config.and_then(|path| path::absolute(path).ok());
@@ -242,9 +242,9 @@ fn open_quotas(registry: &Registry, plan: &DesiredState) {
     let daemon = daemon.or_else(of_disk).unwrap_or_default();
     let has_quota = plan.disks.iter().any(|disk| !disk.settings.quota.is_none())
         || plan.groups.iter().any(|group| !group.settings.quota.is_none());
-    let user = plan.process.user.as_ref().filter(|_| has_quota);
-    let creates = has_quota.then_some(|directory: &Path| sandbox::create_state_directory(directory, user));
-    registry.quotas.open(plan.process.state.as_deref(), &daemon, creates);
+    let user = plan.process.user.as_ref();
+    let create = |directory: &Path| sandbox::create_state_directory(directory, user);
+    registry.quotas.open(plan.process.state.as_deref(), &daemon, has_quota, create);
 }
 
 /// Checks the pid file before anything is changed. It is written once clients can connect; in an

@@ -94,6 +94,8 @@ impl SetSettings {
     async fn set_disk(&self, registry: &Registry) -> Result<(), QmpError> {
         let running = registry.disks.get(&self.name)?;
         let disk = &running.disk;
+        // The disk may leave its group.
+        registry.sample_quotas();
         let caches = self.checked_caches(&running)?;
         let prefetch = self.prefetch.apply_to(disk.prefetch().settings())?;
         let before = disk.throttle().settings();
