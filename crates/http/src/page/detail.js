@@ -328,7 +328,7 @@ function facts(node) {
     for (const [member, title] of [["total", "quota"], ["writes", "write-quota"]]) {
         const quota = node["quota-status"]?.[member];
         if (quota) found.push([title, [
-            node[title], `${figures.bytes(quota["used-bytes"])} used`, node["quota-status"]["used-up"] && "limited to its rate",
+            node[title], `${figures.bytes(quota["used-bytes"])} used`, quota["used-bytes"] >= quota["quota-bytes"] && "limited to its rate",
             quota["period-end"] && `until ${quota["period-end"]}`,
         ].filter(Boolean).join(" · ")]);
     }
