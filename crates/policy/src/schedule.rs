@@ -154,7 +154,7 @@ impl ScheduledLimits {
     pub fn in_force(&self, configured: &ConfiguredLimits) -> Result<Limits, ThrottleError> {
         let limits = self.without_quota(configured)?;
         let rate_bps = self.used_up_rate_bps(&configured.quota);
-        Ok(VolumeQuota::limit_raised(rate_bps, configured.share.bps_reservation(), &limits))
+        Ok(limits.with_used_up_rate(rate_bps, configured.share.bps_reservation()))
     }
 
     /// `quota-rate` while the quota is used up, in bytes per second; otherwise 0.

@@ -74,6 +74,7 @@ mod size_rate;
 mod slicing;
 mod stats;
 mod tree;
+mod used_up_rate;
 
 pub use bucket::{BucketContents, BucketSnapshot};
 pub use burst::{BurstBalance, FullBurst};

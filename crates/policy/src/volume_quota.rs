@@ -5,22 +5,21 @@
 //!   bytes of a sampling interval ───────────────────────────► count ≥ amount: used up
 //! ```
 //!
-//! A used-up quota is a limit, never an error: [`VolumeQuota::limit`] computes it, and
+//! A used-up quota is a limit, never an error:
+//! [`Limits::with_used_up_rate`](crate::throttle::Limits::with_used_up_rate) computes it, and
 //! [`ScheduledLimits::in_force`](crate::schedule::ScheduledLimits::in_force) puts it together with
 //! the configured limits.
 //!
 //! Periods have indices that rise with the clock of the zone, so an hour that occurs twice is one
 //! period. The clock may step. The last periods that it has shown keep their counts, so that a step
-//! grants no amount twice unless the clock shows many periods. Not related to the quota leases of [`cluster`](crate::cluster), which divide rates.
+//! grants no amount twice unless the clock shows many periods. Not related to the quota leases of
+//! [`cluster`](crate::cluster), which divide rates.
 //!
 //! Never reads a clock or a time zone: both are arguments.
 
 use alloc::vec::Vec;
 
-use crate::{
-    throttle::{LimitKind, Limits, RateLimit},
-    time_zone::ZoneRules,
-};
+use crate::time_zone::ZoneRules;
 
 /// Largest amount of a quota in bytes: an exbibyte.
 pub const MAX_BYTES: u64 = 1 << 60;
@@ -156,59 +155,6 @@ impl VolumeQuota {
     /// True without a quota.
     pub const fn is_none(&self) -> bool {
         self.total.is_none() && self.writes.is_none()
-    }
-
-    /// As [`VolumeQuota::limit`] at a rate of `rate_bps`, raised to reservations of `reserved_bps`,
-    /// which hold at all times. Without a rate, `limits`.
-    #[must_use]
-    pub fn limit_raised(rate_bps: u64, reserved_bps: u64, limits: &Limits) -> Limits {
-        if rate_bps == 0 {
-            return *limits;
-        }
-        Self { rate_bps: rate_bps.max(reserved_bps), ..Self::default() }.limit(limits)
-    }
-
-    /// Limits while the quota is used up, from those that hold otherwise, all of them plain rates:
-    /// reads and writes together get at most `rate_bps` bytes per second. Valid if these limits
-    /// are.
-    ///
-    /// A limit of one direction below that rate stays in force, and the other direction gets the
-    /// rest: a total limit beside it is invalid.
-    #[must_use]
-    pub fn limit(&self, limits: &Limits) -> Limits {
-        let rate = self.rate_bps;
-        if rate == 0 {
-            return *limits;
-        }
-        let mut limited = *limits;
-        let [total, read, write] =
-            [LimitKind::BpsTotal, LimitKind::BpsRead, LimitKind::BpsWrite].map(|kind| limits.limit(kind));
-        let lower = |limit: RateLimit| (limit.rate > 0 && limit.rate < rate).then_some(limit.rate);
-        let plain = |rate| RateLimit { rate, ..RateLimit::default() };
-        let (of_total, of_read, of_write) = match (lower(read), lower(write)) {
-            (None, None) if lower(total).is_some() => {
-                let burst_rate = total.burst_rate.min(rate);
-                (RateLimit { burst_rate, ..total }, plain(0), plain(0))
-            }
-            (None, None) => (plain(rate), plain(0), plain(0)),
-            (Some(read), None) => (plain(0), plain(read), plain(rate - read)),
-            (None, Some(write)) => (plain(0), plain(rate - write), plain(write)),
-            (Some(read), Some(write)) if read + write <= rate => (plain(0), plain(read), plain(write)),
-            (Some(read), Some(write)) => {
-                // In proportion. Each is at least 1, because a rate of 0 is no limit.
-                let share = u128::from(rate) * u128::from(read) / u128::from(read + write);
-                let read = u64::try_from(share).unwrap_or(rate).clamp(1, rate.saturating_sub(1).max(1));
-                (plain(0), plain(read), plain((rate - read).max(1)))
-            }
-        };
-        *limited.limit_mut(LimitKind::BpsTotal) = of_total;
-        *limited.limit_mut(LimitKind::BpsRead) = of_read;
-        *limited.limit_mut(LimitKind::BpsWrite) = of_write;
-        if LimitKind::ALL.iter().all(|&kind| limited.limit(kind).burst_rate == 0) {
-            // `burst-for` without a burst is invalid.
-            LimitKind::ALL.iter().for_each(|&kind| limited.limit_mut(kind).burst_for_s = 0);
-        }
-        limited
     }
 }
 

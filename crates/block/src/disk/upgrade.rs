@@ -150,8 +150,8 @@ impl Disk {
 
     /// Suspends the disk: writes cached data to the files, so that another process can resume it.
     /// No request may be in flight or made until [`Disk::resume`]. A point in time fails, and none
-    /// can begin until then: [`Disk::check_upgrade`] has refused those before. A disk with handover is
-    /// [held](Disk::retain). Storage that does not answer is waited for at most twice
+    /// can begin until then: [`Disk::check_upgrade`] has refused those before. A disk with handover
+    /// is [held](Disk::retain). Storage that does not answer is waited for at most twice
     /// [`QUIESCE_TIMEOUT`].
     ///
     /// # Errors

@@ -18,8 +18,8 @@
 //! received a reply, so either content is valid, as after a crash.
 //!
 //! A change waits for reads of its old data, by itself or by another task that copies the same
-//! clusters, and for the begin of a point in time, which waits until earlier changes have completed.
-//! It never waits for the target of a backup, for limits, or for room in the buffer.
+//! clusters, and for the begin of a point in time, which waits until earlier changes have
+//! completed. It never waits for the target of a backup, for limits, or for room in the buffer.
 //!
 //! Never fails a change: if its old data cannot be read, is too large, or finds no room in the
 //! buffer, the point in time fails.

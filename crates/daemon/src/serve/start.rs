@@ -235,9 +235,11 @@ fn empty_registry(
 /// socket, or of the first disk. Its directory is created at every start: a client may set a quota
 /// later.
 fn open_quotas(registry: &Registry, plan: &DesiredState) {
-    let config = registry.config.as_deref().or_else(|| plan.process.qmp.first().map(PathBuf::as_path));
-    let daemon = config.and_then(|path| path::absolute(path).ok());
-    let daemon = daemon.map(|path| path.display().to_string());
+    // One file has one count, whichever link leads to it. A socket may not exist yet.
+    let config = registry.config.as_deref();
+    let config = config.map(|path| std::fs::canonicalize(path).unwrap_or_else(|_| path.to_owned()));
+    let socket = || plan.process.qmp.first().and_then(|path| path::absolute(path).ok());
+    let daemon = config.or_else(socket).map(|path| path.display().to_string());
     let of_disk = || plan.disks.first().map(|disk| format!("{} {}", disk.name, disk.image));
     let daemon = daemon.or_else(of_disk).unwrap_or_default();
     let has_quota = plan.disks.iter().any(|disk| !disk.settings.quota.is_none())

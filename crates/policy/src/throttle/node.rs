@@ -15,7 +15,6 @@ use super::share::NodeShare;
 use super::stats::{AdmissionCounters, CumulativeStats, ThrottleStats, ThrottleSummary, WaitHistograms};
 use crate::request::Direction;
 use crate::time::Instant;
-use crate::volume_quota::VolumeQuota;
 use alloc::boxed::Box;
 use alloc::collections::VecDeque;
 use alloc::vec::Vec;
@@ -223,7 +222,7 @@ impl<T> ThrottleNode<T> {
     pub(super) fn limits_with_quota(&self, limits: &Limits) -> Limits {
         let Some(used_up) = &self.used_up else { return *limits };
         let [_, reserved_bps] = reserved_by(self.share, self.reserved_below);
-        VolumeQuota::limit_raised(used_up.rate_bps, reserved_bps, limits)
+        limits.with_used_up_rate(used_up.rate_bps, reserved_bps)
     }
 
     /// Enforcement as it was set; a used-up quota is enforced at all times.

@@ -38,10 +38,10 @@ const RETRY_INTERVAL: Duration = Duration::from_millis(10);
 /// Without a weight, it is held back by the limits of the disk and of all groups above, and by the
 /// caps that the controller of a latency target sets there.
 ///
-/// With a weight, it competes with the disk: the limits and caps of the groups apply, the disk's own
-/// limits do not, since they bound its clients and would leave nothing while a client uses them up.
-/// While a controller caps the disk itself, the weight has no effect. A latency target never caps
-/// the disk that has it, so a backup of that disk needs limits of its own.
+/// With a weight, it competes with the disk: the limits and caps of the groups apply, the disk's
+/// own limits do not, since they bound its clients and would leave nothing while a client uses them
+/// up. While a controller caps the disk itself, the weight has no effect. A latency target never
+/// caps the disk that has it, so a backup of that disk needs limits of its own.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct BackgroundSettings {
     /// Limit in bytes per second; 0 is unlimited.
@@ -176,8 +176,8 @@ impl BackgroundMember {
         RequestCost::equal(requests, (debt.bytes + bytes).div_ceil(requests))
     }
 
-    /// Moves to the disk's group if it has a share there, with a request that waits; returns true if
-    /// so. Otherwise it is alone, so that only its own limits delay it.
+    /// Moves to the disk's group if it has a share there, with a request that waits; returns true
+    /// if so. Otherwise it is alone, so that only its own limits delay it.
     fn follow(&self, disk: &ThrottleMember) -> bool {
         let has_share = self.settings().weight.is_some() && disk.cap().is_none();
         let group = disk.group().filter(|_| has_share);

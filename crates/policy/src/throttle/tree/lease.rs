@@ -118,8 +118,8 @@ impl<T> ThrottleTree<T> {
     pub(super) fn check_supply(&self, slot: usize, reserved: [u64; 2]) -> Result<(), ReservationExceeded> {
         let node = &self.nodes[slot];
         let lease = self.lease_at(slot);
-        // Not the limits in force: they are this host's current quota, which follows demand, or those
-        // of a used-up quota by volume, which follow the reservations.
+        // Not the limits in force: they are this host's current quota, which follows demand, or
+        // those of a used-up quota by volume, which follow the reservations.
         let limits = lease.map_or_else(|| node.limits_without_quota(), |lease| lease.cluster_limits);
         let name_bound = |overbooked: ReservationExceeded| match (overbooked.bound, lease) {
             (ReservationBound::Limit, Some(_)) => {

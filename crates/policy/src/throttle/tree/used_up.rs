@@ -1,5 +1,5 @@
-//! Quotas by volume that are used up: a limit of bytes per second in addition to the other limits of
-//! a node.
+//! Quotas by volume that are used up: a limit of bytes per second in addition to the other limits
+//! of a node.
 //!
 //! ```text
 //!   limits of the node ───────────────► reservations are checked against these
@@ -19,7 +19,7 @@ use alloc::boxed::Box;
 impl<T> ThrottleTree<T> {
     /// Limits reads and writes of a node together to this rate in bytes per second, or to its
     /// reservations if they are higher; 0 removes the limit. Poll afterwards. The limit has the
-    /// meaning of [`VolumeQuota::limit`](crate::volume_quota::VolumeQuota::limit).
+    /// meaning of [`Limits::with_used_up_rate`].
     ///
     /// # Panics
     /// Panics if the node was removed.
