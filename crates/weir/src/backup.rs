@@ -7,15 +7,19 @@
 //! ```
 //!
 //! This process creates the file, so that it belongs to the user and the daemon needs no permission
-//! for its directory. It removes the file if the job fails or is cancelled. Never replaces a file.
+//! for its directory. It removes the file if the daemon rejects the backup, or reports that the job
+//! has failed or was cancelled. Without such a report the file may be a complete backup, and stays.
+//! Never replaces a file.
+
+mod target;
 
 use std::{
-    fs::{self, File, OpenOptions},
-    io::{self, IsTerminal as _, stderr},
-    os::unix::fs::{FileTypeExt as _, OpenOptionsExt as _},
-    path::{Path, PathBuf, absolute},
+    io::{IsTerminal as _, stderr},
     process,
-    sync::mpsc::{self, RecvTimeoutError},
+    sync::{
+        Arc, OnceLock,
+        mpsc::{self, RecvTimeoutError},
+    },
     time::{Duration, Instant},
 };
 
@@ -23,16 +27,16 @@ use anyhow::{Context as _, anyhow, bail};
 use api::{JobReport, StartedJob};
 use clap::Args;
 use console::{
-    CommandFailure, figures, on_reactor, print, print_json, print_notice, progress,
+    CommandFailure, figures, print, print_json, print_notice, progress,
     signals::{BlockedSignals, SignalRequest},
 };
-use image::qcow2::create::{CreateOptions, create};
 use serde_json::{Map, Value, json};
 use settings::ImageLocation;
-use storage::{ImageFormat, OpenOptions as StorageOptions, open_storage};
+use storage::ImageFormat;
+use target::{CreatedFile, PreparedTarget, UnusedFile};
 
 use crate::{
-    client::{ControlAddress, ControlClient},
+    client::{ClientError, ControlAddress, ControlClient},
     jobs::{JobLimitArgs, find_job},
 };
 
@@ -48,8 +52,8 @@ Examples:
       In the background: `weir jobs` shows it.
 
 Changes that clients make during the backup first copy the old data into a buffer of 64 MiB. If the target is so slow \
-that the buffer is full, the backup fails, and the clients continue. Ctrl-C cancels the backup. A file that is not \
-complete is removed, except with --detach.
+that the buffer is full, the backup fails, and the clients continue. Ctrl-C cancels the backup. After a \
+failure or Ctrl-C the new file is removed, except with --detach, or if the daemon does not report the end.
 Exit status: 0 complete, 1 failed or cancelled, 2 wrong use of the command line.";
 
 /// Name under which the descriptor is passed.
@@ -58,8 +62,6 @@ const NAME: &str = "weir-backup";
 const POLL_INTERVAL: Duration = Duration::from_millis(200);
 /// Interval of the lines of progress without a terminal.
 const LINE_INTERVAL: Duration = Duration::from_secs(60);
-/// Size of a new qcow2 file before it has a header: storage rejects an empty file.
-const MIN_FILE_BYTES: u64 = 512;
 
 /// Arguments of `weir backup`.
 #[derive(Debug, Args)]
@@ -89,23 +91,6 @@ pub(crate) struct BackupArgs {
     qmp: Option<ControlAddress>,
 }
 
-/// A target that exists, and its file if this process has opened it.
-struct PreparedTarget {
-    location: ImageLocation,
-    format: ImageFormat,
-    file: Option<File>,
-    /// The path of a file that this process has created, until the backup is complete.
-    created: Option<PathBuf>,
-}
-
-impl Drop for PreparedTarget {
-    fn drop(&mut self) {
-        if let Some(path) = &self.created {
-            let _ = fs::remove_file(path);
-        }
-    }
-}
-
 pub(crate) fn run(arguments: BackupArgs) -> Result<(), CommandFailure> {
     let signals = BlockedSignals::block().context("cannot wait for signals")?;
     let mut client = ControlClient::reach(arguments.qmp)?.with_timeout(ControlClient::LONG)?;
@@ -113,68 +98,125 @@ pub(crate) fn run(arguments: BackupArgs) -> Result<(), CommandFailure> {
     let Some(disk) = report.disks.iter().find(|known| known.name == arguments.disk) else {
         return Err(anyhow!(report.unknown_disk_error(&arguments.disk)).into());
     };
-    let mut target = PreparedTarget::new(arguments.to, arguments.format, disk.size)?;
+    let PreparedTarget { location, format, file, created } =
+        PreparedTarget::new(arguments.to, arguments.format, disk.size)?;
     let mut parameters = Map::from_iter([
         ("name".to_owned(), Value::from(&*arguments.disk)),
-        ("target".to_owned(), target.location.to_string().into()),
-        ("format".to_owned(), target.format.name().into()),
-        ("new".to_owned(), target.created.is_some().into()),
+        ("target".to_owned(), location.to_string().into()),
+        ("format".to_owned(), format.name().into()),
+        ("new".to_owned(), created.is_some().into()),
     ]);
     parameters.extend(arguments.id.map(|id| ("id".to_owned(), Value::from(id))));
     parameters.extend(arguments.limits.parameters());
-    if let Some(file) = target.file.take() {
+    if let Some(file) = file {
         client.pass_descriptor(NAME, &file)?;
         parameters.insert("fdname".to_owned(), NAME.into());
     }
-    let StartedJob { id } = client.execute_typed("x-weir-backup", Value::Object(parameters))?;
+    // From here on only a report of the daemon decides whether the file is removed.
+    let outcome = BackupOutcome {
+        disk: arguments.disk,
+        target: location.to_string(),
+        created: created.and_then(UnusedFile::keep),
+    };
+    let started = Arc::new(OnceLock::new());
+    let interrupted = outcome.forward_signals(signals, Arc::clone(&started)).inspect_err(|_| {
+        outcome.remove_file();
+    })?;
+    let id = match client.execute_typed("x-weir-backup", Value::Object(parameters)) {
+        Ok(StartedJob { id }) => id,
+        Err(error @ ClientError::Rejected(_)) => {
+            outcome.remove_file();
+            return Err(error.into());
+        }
+        Err(error) => return Err(outcome.unknown(&error.into()).into()),
+    };
+    let _ = started.set(id.clone());
     if arguments.detach {
-        // The daemon has the file now.
-        target.created = None;
         return match arguments.json {
             true => Ok(print_json(&find_job(&mut client, &id)?)?),
             false => Ok(print(&format!("{id}: started\n"))?),
         };
     }
-    let (interrupt, interrupted) = mpsc::channel();
-    let on_signal = move |request| match request {
-        // A second Ctrl-C, if the daemon does not answer.
-        SignalRequest::EndAtOnce(_) => process::exit(1),
-        SignalRequest::End(_) => interrupt.send(()).is_ok(),
-        SignalRequest::HangUp | SignalRequest::ReopenLog | SignalRequest::Meaningless(_) => true,
-    };
-    signals.forward(on_signal).context("cannot start a thread")?;
-    let job = wait(&mut client, &id, &interrupted, arguments.json)?;
-    // The result is read: the job need not be listed any more.
-    client.execute("job-dismiss", json!({ "id": id }))?;
-    finish(&job, target, arguments.json)
+    let job =
+        wait(&mut client, &id, &interrupted, arguments.json).map_err(|error| outcome.unknown(&error))?;
+    let result = outcome.finish(&job, arguments.json);
+    // The result is read: the job need not be listed any more. Another client may have dismissed it.
+    let _ = client.execute("job-dismiss", json!({ "id": id }));
+    result
 }
 
-/// Reports the result, and keeps the target if it is complete.
-fn finish(job: &JobReport, mut target: PreparedTarget, json: bool) -> Result<(), CommandFailure> {
-    let is_complete = job.error.is_none() && !job.is_cancelled;
-    let name = target.location.to_string();
-    let rest = match (is_complete, &target.created) {
-        (true, _) => "",
-        (false, Some(_)) => " (the file was removed)",
-        (false, None) => " (the target has a part of the data)",
-    };
-    if is_complete {
-        target.created = None;
+/// Target of a backup that was requested, for reports of the result.
+struct BackupOutcome {
+    disk: String,
+    /// Target as text.
+    target: String,
+    /// A file that this process has created.
+    created: Option<CreatedFile>,
+}
+
+impl BackupOutcome {
+    /// Starts a thread that handles signals; returns the channel of interruptions of the job with
+    /// the id in `started`. Ends the process if the daemon has not answered yet, and at a second
+    /// signal: the daemon may not answer at all.
+    fn forward_signals(
+        &self,
+        signals: BlockedSignals,
+        started: Arc<OnceLock<String>>,
+    ) -> anyhow::Result<mpsc::Receiver<()>> {
+        let (interrupt, interrupted) = mpsc::channel();
+        let unknown = |why: &str| self.unknown(&anyhow!("{why}")).to_string();
+        let not_started = unknown("interrupted before the daemon has answered");
+        let not_ended = unknown("interrupted before the daemon has cancelled the job");
+        let on_signal = move |request| match (request, started.get()) {
+            (SignalRequest::End(_), Some(_)) => interrupt.send(()).is_ok(),
+            (SignalRequest::EndAtOnce(_), Some(id)) => {
+                print_notice(&format!("{not_ended}; its id is {id}"));
+                process::exit(1)
+            }
+            (SignalRequest::End(_) | SignalRequest::EndAtOnce(_), None) => {
+                print_notice(&not_started);
+                process::exit(1)
+            }
+            (SignalRequest::HangUp | SignalRequest::ReopenLog | SignalRequest::Meaningless(_), _) => true,
+        };
+        signals.forward(on_signal).context("cannot start a thread")?;
+        Ok(interrupted)
     }
-    // Removes an incomplete file.
-    drop(target);
-    if json {
-        print_json(job)?;
+
+    /// Error for a backup without a report of its end. Its file may be complete, and is kept.
+    fn unknown(&self, why: &anyhow::Error) -> anyhow::Error {
+        let Self { disk, target, created } = self;
+        let kept = if created.is_some() { "; the file is kept, and may be incomplete" } else { "" };
+        anyhow!("{disk}: the state of the backup to {target} is unknown: {why:#} (see `weir jobs`{kept})")
     }
-    match &job.error {
-        Some(error) => Err(anyhow!("{}: no backup to {name}: {error}{rest}", job.disk).into()),
-        None if job.is_cancelled => {
-            Err(anyhow!("{}: the backup to {name} was cancelled{rest}", job.disk).into())
+
+    /// Removes a file without a backup; returns the result as text.
+    fn remove_file(&self) -> String {
+        match self.created.as_ref().map(CreatedFile::remove) {
+            None => "the target has a part of the data".to_owned(),
+            Some(Ok(())) => "the file was removed".to_owned(),
+            Some(Err(error)) => format!("the file cannot be removed: {error}"),
         }
-        None if json => Ok(()),
-        None => {
-            let (copied, time) = (figures::sized(job.copied_bytes), figures::time(job.running_ns));
-            Ok(print(&format!("{}: {copied} copied to {name} in {time}\n", job.disk))?)
+    }
+
+    /// Reports the result, and removes the file if the backup has failed or was cancelled.
+    fn finish(&self, job: &JobReport, json: bool) -> Result<(), CommandFailure> {
+        let Self { target, .. } = self;
+        let is_complete = job.error.is_none() && !job.is_cancelled;
+        let rest = if is_complete { String::new() } else { self.remove_file() };
+        if json {
+            print_json(job)?;
+        }
+        match &job.error {
+            Some(error) => Err(anyhow!("{}: no backup to {target}: {error} ({rest})", job.disk).into()),
+            None if job.is_cancelled => {
+                Err(anyhow!("{}: the backup to {target} was cancelled ({rest})", job.disk).into())
+            }
+            None if json => Ok(()),
+            None => {
+                let (copied, time) = (figures::sized(job.copied_bytes), figures::time(job.running_ns));
+                Ok(print(&format!("{}: {copied} copied to {target} in {time}\n", job.disk))?)
+            }
         }
     }
 }
@@ -224,59 +266,5 @@ pub(crate) fn describe(job: &JobReport) -> String {
             format!("{}: {percent} at {rate}/s, {left} left", job.disk)
         }
         None => format!("{}: {percent}, {}", job.disk, job.state),
-    }
-}
-
-impl PreparedTarget {
-    /// Opens a device or creates a file; a target at a server exists already.
-    fn new(location: ImageLocation, format: Option<ImageFormat>, size_bytes: u64) -> anyhow::Result<Self> {
-        let location = location.relative_to(&absolute(".")?);
-        let Some(path) = location.path().map(Path::to_owned) else {
-            let format = format.unwrap_or(ImageFormat::Raw);
-            return Ok(Self { location, format, file: None, created: None });
-        };
-        let name = path.display();
-        match fs::metadata(&path) {
-            Ok(existing) if existing.file_type().is_block_device() => {
-                let file = OpenOptions::new().read(true).write(true).open(&path);
-                let file = file.with_context(|| format!("{name}: cannot be written"))?;
-                let format = format.unwrap_or(ImageFormat::Raw);
-                return Ok(Self { location, format, file: Some(file), created: None });
-            }
-            Ok(_) => bail!("{name}: exists already (remove it, or choose another file)"),
-            Err(error) if error.kind() == io::ErrorKind::NotFound => {}
-            Err(error) => bail!("{name}: cannot be created: {error} (check the directory)"),
-        }
-        let is_named_qcow2 = path.extension().is_some_and(|extension| extension == "qcow2");
-        let default = if is_named_qcow2 { ImageFormat::Qcow2 } else { ImageFormat::Raw };
-        let format = format.unwrap_or(default);
-        // It holds all data of the disk: only this user may read it.
-        let file = OpenOptions::new().read(true).write(true).create_new(true).mode(0o600).open(&path);
-        let file =
-            file.map_err(|error| anyhow!("{name}: cannot be created: {error} (check the directory)"))?;
-        // From here on the file is removed after a failure.
-        let target = Self { location, format, file: Some(file), created: Some(path.clone()) };
-        target.format(&path, size_bytes).with_context(|| format!("{name}: cannot be created"))?;
-        Ok(target)
-    }
-
-    /// Makes the new file an empty image of this size.
-    fn format(&self, path: &Path, size_bytes: u64) -> anyhow::Result<()> {
-        let file = self.file.as_ref().context("it is not open")?;
-        if self.format == ImageFormat::Raw {
-            return Ok(file.set_len(size_bytes)?);
-        }
-        file.set_len(MIN_FILE_BYTES)?;
-        let spec = format!("file:{}", path.to_str().context("its name is not UTF-8")?);
-        let created = on_reactor(async move {
-            let storage = open_storage(&spec, StorageOptions::default()).map_err(anyhow::Error::from)?;
-            let options = CreateOptions { size_bytes, ..CreateOptions::default() };
-            create(&storage, None, &options).await.map_err(anyhow::Error::from)?;
-            Ok(())
-        });
-        created.map_err(|failure| match failure {
-            CommandFailure::Usage(error) | CommandFailure::Failed(error) => error,
-            CommandFailure::Found(status) => anyhow!("status {status}"),
-        })
     }
 }

@@ -1,0 +1,196 @@
+//! Target of `weir backup`: a new file, or a block device, opened by this process; or an image that
+//! the daemon opens.
+//!
+//! Never replaces a file, and never writes through the path of a file that it has opened: another
+//! user of the directory could replace it.
+
+use std::{
+    fs::{self, File, FileType, OpenOptions},
+    io::{self, ErrorKind},
+    os::{
+        fd::OwnedFd,
+        unix::fs::{FileTypeExt as _, MetadataExt as _, OpenOptionsExt as _},
+    },
+    path::{Path, PathBuf, absolute},
+    sync::Arc,
+};
+
+use anyhow::{Context as _, anyhow, bail, ensure};
+use console::{CommandFailure, on_reactor};
+use image::qcow2::create::{CreateOptions, create};
+use nix::libc::O_EXCL;
+use reactor::operation::PassedFd;
+use settings::ImageLocation;
+use storage::{ImageFormat, OpenOptions as StorageOptions, open_storage};
+
+/// Size of a new qcow2 file before it has a header: storage rejects an empty file.
+const MIN_FILE_BYTES: u64 = 512;
+
+/// A target that exists, and its file if this process has opened it.
+pub(super) struct PreparedTarget {
+    pub(super) location: ImageLocation,
+    pub(super) format: ImageFormat,
+    pub(super) file: Option<File>,
+    /// The file, if this process has created it.
+    pub(super) created: Option<UnusedFile>,
+}
+
+/// A file that this process has created.
+pub(super) struct CreatedFile {
+    path: PathBuf,
+    /// Device and inode number.
+    identity: (u64, u64),
+}
+
+/// A file that no backup uses yet. Its drop removes it.
+pub(super) struct UnusedFile(Option<CreatedFile>);
+
+impl UnusedFile {
+    /// The file, which a backup may use from now on.
+    pub(super) fn keep(mut self) -> Option<CreatedFile> {
+        self.0.take()
+    }
+}
+
+impl Drop for UnusedFile {
+    fn drop(&mut self) {
+        if let Some(file) = &self.0 {
+            let _ = file.remove();
+        }
+    }
+}
+
+impl CreatedFile {
+    /// Removes the file.
+    ///
+    /// # Errors
+    /// Fails if the path names another file by now, or cannot be removed.
+    pub(super) fn remove(&self) -> io::Result<()> {
+        let found = fs::symlink_metadata(&self.path)?;
+        if (found.dev(), found.ino()) != self.identity {
+            return Err(io::Error::other("another file has its name"));
+        }
+        fs::remove_file(&self.path)
+    }
+}
+
+impl PreparedTarget {
+    /// Opens a device or creates a file; a target at a server exists already.
+    pub(super) fn new(
+        location: ImageLocation,
+        format: Option<ImageFormat>,
+        size_bytes: u64,
+    ) -> anyhow::Result<Self> {
+        let location = location.relative_to(&absolute(".")?);
+        let Some(path) = location.path().map(Path::to_owned) else {
+            ensure!(
+                location.is_remote(),
+                "{location}: is no target of a backup (use a new file, a block device, the URI of an \
+                 NBD export, or rbd:POOL/IMAGE)"
+            );
+            let format = format.unwrap_or(ImageFormat::Raw);
+            return Ok(Self { location, format, file: None, created: None });
+        };
+        let name = path.display();
+        match fs::metadata(&path) {
+            Ok(existing) if existing.file_type().is_block_device() => {
+                let file = open_device(&path)?;
+                let format = format.unwrap_or(ImageFormat::Raw);
+                return Ok(Self { location, format, file: Some(file), created: None });
+            }
+            Ok(existing) => bail!("{name}: {}", existing_rule(existing.file_type())),
+            Err(error) if error.kind() == ErrorKind::NotFound => {}
+            Err(error) => bail!("{name}: cannot be created: {error} (check the directory)"),
+        }
+        let is_named_qcow2 = path.extension().is_some_and(|extension| extension == "qcow2");
+        let default = if is_named_qcow2 { ImageFormat::Qcow2 } else { ImageFormat::Raw };
+        let format = format.unwrap_or(default);
+        // It holds all data of the disk: only this user may read it.
+        let file = OpenOptions::new().read(true).write(true).create_new(true).mode(0o600).open(&path);
+        let file =
+            file.map_err(|error| anyhow!("{name}: cannot be created: {error} (check the directory)"))?;
+        let metadata = file.metadata()?;
+        let created = CreatedFile { path: path.clone(), identity: (metadata.dev(), metadata.ino()) };
+        // Removed after a failure from here on.
+        let created = UnusedFile(Some(created));
+        make_image(&file, format, &path, size_bytes).with_context(|| format!("{name}: cannot be created"))?;
+        Ok(Self { location, format, file: Some(file), created: Some(created) })
+    }
+}
+
+/// Opens a block device that neither a mount nor another user in the kernel has claimed; they
+/// cannot claim it while it is open.
+fn open_device(path: &Path) -> anyhow::Result<File> {
+    let opened = OpenOptions::new().read(true).write(true).custom_flags(O_EXCL).open(path);
+    opened.map_err(|error| {
+        let name = path.display();
+        match error.kind() {
+            ErrorKind::ResourceBusy => {
+                anyhow!("{name}: is mounted or in use by the kernel (unmount it, or use another target)")
+            }
+            _ => anyhow!("{name}: cannot be written: {error} (check its permissions)"),
+        }
+    })
+}
+
+/// Rule that a file of this type violates, which exists and is no block device.
+fn existing_rule(kind: FileType) -> &'static str {
+    if kind.is_file() {
+        "exists already (remove it, or choose another file)"
+    } else if kind.is_dir() {
+        "is a directory, which exists already (name a new file in it)"
+    } else {
+        "is neither a file nor a block device (name a new file)"
+    }
+}
+
+/// Makes a new file an empty image of this size.
+fn make_image(file: &File, format: ImageFormat, path: &Path, size_bytes: u64) -> anyhow::Result<()> {
+    if format == ImageFormat::Raw {
+        return Ok(file.set_len(size_bytes)?);
+    }
+    file.set_len(MIN_FILE_BYTES)?;
+    // For messages only: the descriptor is used.
+    let spec = format!("file:{}", path.to_str().context("its name is not UTF-8")?);
+    let descriptor = PassedFd::from(OwnedFd::from(file.try_clone()?));
+    let created = on_reactor(async move {
+        let options = StorageOptions {
+            format: Some(ImageFormat::Raw),
+            descriptor: Some(Arc::new(descriptor)),
+            ..StorageOptions::default()
+        };
+        let storage = open_storage(&spec, options).map_err(anyhow::Error::from)?;
+        let options = CreateOptions { size_bytes, ..CreateOptions::default() };
+        create(&storage, None, &options).await.map_err(anyhow::Error::from)?;
+        Ok(())
+    });
+    created.map_err(|failure| match failure {
+        CommandFailure::Usage(error) | CommandFailure::Failed(error) => error,
+        CommandFailure::Found(status) => anyhow!("status {status}"),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_the_created_file_is_removed() {
+        let directory = tempfile::tempdir().expect("a directory");
+        let path = directory.path().join("b.raw");
+        let location: ImageLocation = path.to_str().expect("UTF-8").parse().expect("a path");
+        let prepared = PreparedTarget::new(location.clone(), None, 4096).expect("it is new");
+        let created = prepared.created.and_then(UnusedFile::keep).expect("it is created");
+        assert!(path.exists(), "a file that a backup may use stays");
+        fs::rename(&path, directory.path().join("moved")).expect("it exists");
+        fs::write(&path, "other").expect("it can be written");
+        let error = created.remove().expect_err("it is another file");
+        assert_eq!(error.to_string(), "another file has its name");
+        assert!(path.exists());
+        fs::rename(directory.path().join("moved"), &path).expect("it exists");
+        created.remove().expect("it is the file");
+        assert!(!path.exists());
+        drop(PreparedTarget::new(location, None, 4096).expect("it is new"));
+        assert!(!path.exists(), "an unused file is removed");
+    }
+}
