@@ -263,6 +263,7 @@ fn image_options(
         open_timeout: disk.open_timeout,
         nbd_server: Default::default(),
         may_be_empty: false,
+        exclusive: false,
         passed_files: None,
         delay: disk.delay,
         rate: disk.rate.clone(),

@@ -38,6 +38,9 @@ pub struct OpenOptions {
     pub handover: bool,
     /// Accepts an empty regular file as a disk of size zero.
     pub may_be_empty: bool,
+    /// Rejects a block device that is mounted or in other use by the kernel, and prevents such uses
+    /// while it is open. Does not apply to `descriptor`.
+    pub exclusive: bool,
     /// Directory that files must be in; `None` allows all.
     pub root: Option<Root>,
     /// The file, already open: its name and its directory are not checked.
@@ -183,6 +186,7 @@ fn open_file(path: &Path, options: &OpenOptions) -> Result<(Storage, Probed), Op
         force_share: options.force_share,
         handover: options.handover,
         may_be_empty: options.may_be_empty,
+        exclusive: options.exclusive,
         passed: options.passed_files.clone(),
         root: options.root.clone(),
         descriptor: options.descriptor.clone(),

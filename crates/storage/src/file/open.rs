@@ -48,6 +48,8 @@ pub(crate) struct FileOptions {
     pub(crate) handover: bool,
     /// Accepts an empty regular file as a disk.
     pub(crate) may_be_empty: bool,
+    /// Claims a block device, so that the kernel has no other user of it.
+    pub(crate) exclusive: bool,
     /// Descriptors from another process; a file that is opened for writing is looked up here first.
     pub(crate) passed: Option<PassedFiles>,
     /// Directory that it must be in.
@@ -71,13 +73,25 @@ pub(crate) fn open(path: &Path, options: &FileOptions) -> Result<(FileStorage, f
     // Before any request to the file system: this process itself may serve it and would deadlock.
     own_mounts::check_path(path, &name)?;
     // Before opening: opening a FIFO would wait for its other end.
-    kind_of(&name, &fs::metadata(path).map_err(|error| failed(&error))?)?;
+    let expected = kind_of(&name, &fs::metadata(path).map_err(|error| failed(&error))?)?;
     let mut open_options = fs::OpenOptions::new();
     open_options.read(true).write(!options.read_only);
     let passed = options.passed.as_ref().filter(|_| !options.read_only);
     let found = passed.map(|passed| passed.claim_file(path, &name, options.cache.is_direct())).transpose()?;
     let (found, buffered) = match found.flatten() {
         Some((main, buffered)) => (Some(main), buffered),
+        None if options.exclusive && expected == FileKind::BlockDevice => {
+            // Only this descriptor: a second claim of the same device would fail.
+            let claimed = open_options.clone().custom_flags(libc::O_EXCL).open(path);
+            let claimed = claimed.map_err(|error| match error.kind() {
+                ErrorKind::ResourceBusy => {
+                    let why = "is mounted or in use by the kernel";
+                    OpenError::new(&name, why, "unmount it, or use another device")
+                }
+                _ => failed(&error),
+            })?;
+            (None, claimed)
+        }
         None => (None, open_options.open(path).map_err(|error| failed(&error))?),
     };
     let passed = passed.filter(|_| found.is_some()).cloned();
