@@ -9,6 +9,7 @@
 //! Runs on the main thread, except for the work itself. Never creates or removes a target.
 
 use std::{
+    path::{Path, PathBuf},
     rc::{Rc, Weak},
     sync::Arc,
 };
@@ -23,17 +24,19 @@ use jobs::{
 use policy::time::Duration;
 use reactor::operation::PassedFd;
 use settings::ImageLocation;
-use storage::{ImageFormat, OpenOptions};
+use storage::{FileIdentity, ImageFormat, OpenOptions};
 
 use crate::{
     change::RegistryChange,
     events::{Kind, NewEvent},
     image_opening::{ImageOpenAttempt, ImageOpenRequest},
-    registry::{Registry, RunningJob},
+    registry::{Registry, RegistryError, RunningJob, StartingJob},
 };
 
 /// Time that the end of a backup waits for its target to be closed.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(10);
+/// Time limit for opening a target at a server.
+const OPEN_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Request for a backup.
 #[derive(Debug)]
@@ -57,25 +60,28 @@ pub(crate) struct BackupRequest {
 /// Reason why it cannot start; nothing has changed.
 pub(crate) async fn start_backup(registry: &Rc<Registry>, request: BackupRequest) -> anyhow::Result<String> {
     let BackupRequest { id, disk: name, target, descriptor, format, is_new, settings } = request;
-    registry.disks.get(&name)?;
-    let starting = registry.jobs.reserve(id, &name)?;
+    let starting = reserve(registry, id, &name).await?;
     let shown = target.to_string();
-    // Without the lock: the answer of a storage server may take any time.
+    check_server(registry, &target)?;
+    // Without the lock: the answer of a storage server may take long.
     let image = Arc::new(open_target(registry, &target, descriptor, format).await?);
+    let own_devices = own_devices(registry).await;
     let _guard = registry.lock_structure().await?;
-    ensure!(!registry.lifecycle.is_ending.get(), "weir is stopping");
-    // It may have been removed in the meantime.
     let disk = Arc::clone(&registry.disks.get(&name)?.disk);
-    check_target(&disk, &image, &shown)?;
+    check_target(&disk, &image, &own_devices, &shown)?;
     check_settings(&disk, settings)?;
     let job = Job::new(&starting.id, JobKind::Backup);
     let backup_target = BackupTarget { image: Arc::clone(&image), is_zero: is_new };
     let backup = Backup::begin(&job, &disk, backup_target, settings, BackupSizes::default()).await;
     let backup = backup.with_context(|| format!("disk {name}: no backup to {shown}"))?;
+    // Not before: all listed jobs are cancelled when the end of the daemon begins.
+    ensure!(!registry.lifecycle.is_ending.get(), "weir is stopping");
     let number = registry.jobs.next_number();
     let member = Arc::clone(backup.member());
     let running = Rc::new(RunningJob { job: Arc::clone(&job), disk: name, target: shown, member, number });
-    registry.jobs.insert(&running);
+    for id in registry.jobs.insert(&running) {
+        notify_dismissal(registry, id);
+    }
     drop(starting);
     reactor::spawn(watch(Rc::downgrade(registry), running));
     let id = job.id().to_string();
@@ -88,6 +94,20 @@ pub(crate) async fn start_backup(registry: &Rc<Registry>, request: BackupRequest
         _ => reactor::spawn(work()),
     }
     Ok(id)
+}
+
+/// Reserves the disk and the id of a backup, unless a command changes the disk at this moment.
+async fn reserve<'a>(
+    registry: &'a Registry,
+    id: Option<String>,
+    disk: &str,
+) -> anyhow::Result<StartingJob<'a>> {
+    // A reload in progress may have found the disk without a job already.
+    let _guard = registry.lock_structure().await?;
+    registry.disks.get(disk)?;
+    let is_changing = registry.disks.is_incomplete(disk) || registry.disks.is_migrating(disk);
+    ensure!(!is_changing, RegistryError::Busy(disk.to_owned()));
+    registry.jobs.reserve(id, disk)
 }
 
 /// Checks settings of a job of this disk.
@@ -115,6 +135,7 @@ async fn open_target(
     }
     let storage = OpenOptions {
         format,
+        exclusive: true,
         root: registry.image_root().cloned(),
         descriptor: descriptor.map(Arc::new),
         ..OpenOptions::default()
@@ -126,25 +147,59 @@ async fn open_target(
         options,
         qcow2_key_origin: None,
     };
-    // The time limit covers files only: NBD servers and clusters have their own.
+    // Its own time limit is for images that a later attempt may open; a target is opened once.
     let attempt = ImageOpenAttempt::begin(request, target.path().is_none());
-    match attempt.outcome().await {
-        Ok(opened) => opened.map_err(|error| registry.with_holder_if_lock_error(error, [])),
-        Err(unavailable) => bail!("{target}: {unavailable}"),
+    match reactor::timeout(OPEN_TIMEOUT, attempt.outcome()).await {
+        Ok(Ok(opened)) => opened.map_err(|error| registry.with_holder_if_lock_error(error, [])),
+        Ok(Err(unavailable)) => bail!("{target}: {unavailable}"),
+        Err(_) => bail!(
+            "{target}: no answer in {} s (check the server, or use another target)",
+            OPEN_TIMEOUT.as_secs()
+        ),
     }
 }
 
-/// Fails if the target is read-only, or shares a file with the disk.
-fn check_target(disk: &Disk, image: &Image, shown: &str) -> anyhow::Result<()> {
-    ensure!(!image.is_read_only(), "{shown}: it is read-only (use a target that can be written)");
-    let keys = |image: &Image| -> Vec<String> {
-        image.layers().into_iter().flat_map(|layer| layer.files).map(|file| file.key).collect()
-    };
-    let own = keys(disk.image());
-    // Memory and null disks are described by their size only.
-    let is_shared = keys(image).iter().any(|key| own.contains(key) && !key.starts_with("memory"));
-    ensure!(!is_shared, "{shown}: it is the image of the disk {} itself (use another target)", disk.name());
+/// Fails if the target is at an NBD server of this daemon: it could be an export of the disk, and
+/// changes of clients would be overwritten with older data.
+fn check_server(registry: &Registry, target: &ImageLocation) -> anyhow::Result<()> {
+    let Some(uri) = target.remote() else { return Ok(()) };
+    let is_own = registry.exports.servers().iter().any(|serving| serving.is_reached_at(&uri.server));
+    ensure!(!is_own, "{target}: it is an NBD server of this daemon (use another target)");
     Ok(())
+}
+
+/// Identities of the devices of this host that are exports of this daemon.
+async fn own_devices(registry: &Registry) -> Vec<String> {
+    let endpoints = registry.exports.own_endpoints();
+    let paths: Vec<PathBuf> =
+        endpoints.iter().filter_map(|endpoint| endpoint.device().map(Path::to_owned)).collect();
+    let identities = move || paths.iter().filter_map(|path| FileIdentity::of_path(path)).collect::<Vec<_>>();
+    reactor::run_blocking(identities).await.iter().map(FileIdentity::to_string).collect()
+}
+
+/// Fails if the target is read-only, shares storage with the disk, or is one of these devices.
+fn check_target(disk: &Disk, image: &Image, own_devices: &[String], shown: &str) -> anyhow::Result<()> {
+    ensure!(!image.is_read_only(), "{shown}: it is read-only (use a target that can be written)");
+    let (own, keys) = (storage_keys(disk.image()), storage_keys(image));
+    let is_own_image = keys.iter().any(|key| own.contains(key));
+    ensure!(
+        !is_own_image,
+        "{shown}: it is the image of the disk {} itself (use another target)",
+        disk.name()
+    );
+    let is_own_device = keys.iter().any(|key| own_devices.contains(key));
+    ensure!(!is_own_device, "{shown}: it is an export of this daemon (use another target)");
+    Ok(())
+}
+
+/// Identities of the storage of an image. That of an NBD export is its URI, for all cache modes;
+/// memory has none.
+fn storage_keys(image: &Image) -> Vec<String> {
+    let layers = image.layers();
+    let files = layers.into_iter().flat_map(|layer| layer.files);
+    // Memory and null disks are described by their size only.
+    let keys = files.map(|file| file.key).filter(|key| !key.starts_with("memory"));
+    keys.map(|key| key.split(", cache=").next().unwrap_or_default().to_owned()).collect()
 }
 
 /// Runs a backup to its end, on the thread that it belongs to.
@@ -185,14 +240,17 @@ async fn watch(registry: Weak<Registry>, running: Rc<RunningJob>) {
             notify_state(&registry, &running, JobState::Running);
             reported = Some(JobState::Running);
         }
+        if state == JobState::Concluded {
+            report_end(&registry, &running);
+            // In QEMU's order.
+            registry.notify(&RegistryChange::JobEnded { job: Box::new(running.report()) });
+            notify_state(&registry, &running, state);
+            registry.end_if_idle();
+            return;
+        }
         if state != JobState::Created && reported != Some(state) {
             notify_state(&registry, &running, state);
             reported = Some(state);
-        }
-        if state == JobState::Concluded {
-            report_end(&registry, &running);
-            registry.notify(&RegistryChange::JobEnded { job: Box::new(running.report()) });
-            return;
         }
         drop(registry);
         changed.await;
@@ -203,28 +261,39 @@ fn report_start(registry: &Registry, running: &RunningJob) {
     let RunningJob { job, disk, target, .. } = running;
     tracing::info!(%disk, job = %job.id(), target, "a backup has started");
     let message = format!("disk {disk}: the job {} copies it to {target}", job.id());
-    registry.events.record(NewEvent::new(Kind::JobStarted, message).of_disk(disk).with("job", &**job.id()));
+    let event = NewEvent::new(Kind::JobStarted, message).of_disk(disk);
+    registry.events.record(event.with("job", &**job.id()).with("target", &**target));
 }
 
 fn report_end(registry: &Registry, running: &RunningJob) {
     let RunningJob { job, disk, target, .. } = running;
     let status = job.status();
-    let (kind, message) = match status.result {
+    let (kind, reason, message) = match &status.result {
         Some(JobResult::Failed(error)) => {
             tracing::error!(%disk, job = %job.id(), target, error, "a backup has failed");
-            (Kind::JobFailed, format!("disk {disk}: the job {} has failed: {error}", job.id()))
+            (
+                Kind::JobFailed,
+                error.as_str(),
+                format!("disk {disk}: the job {} has failed: {error}", job.id()),
+            )
         }
         Some(JobResult::Cancelled) => {
             tracing::info!(%disk, job = %job.id(), target, "a backup was cancelled");
-            (Kind::JobEnded, format!("disk {disk}: the job {} was cancelled", job.id()))
+            (Kind::JobEnded, "cancelled", format!("disk {disk}: the job {} was cancelled", job.id()))
         }
         Some(JobResult::Completed) | None => {
             let bytes = status.progress.copied_bytes;
             tracing::info!(%disk, job = %job.id(), target, bytes, "a backup is complete");
-            (Kind::JobEnded, format!("disk {disk}: the job {} is complete", job.id()))
+            (Kind::JobEnded, "complete", format!("disk {disk}: the job {} is complete", job.id()))
         }
     };
-    registry.events.record(NewEvent::new(kind, message).of_disk(disk).with("job", &**job.id()));
+    let event = NewEvent::new(kind, message).of_disk(disk).with("job", &**job.id());
+    registry.events.record(event.with("target", &**target).with("reason", reason));
+}
+
+/// Notifies clients that a job is not listed any more.
+pub(crate) fn notify_dismissal(registry: &Registry, id: String) {
+    registry.notify(&RegistryChange::JobChanged { id, state: "null" });
 }
 
 fn notify_state(registry: &Registry, running: &RunningJob, state: JobState) {

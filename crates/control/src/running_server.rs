@@ -5,11 +5,13 @@
 
 use std::{
     cell::{Cell, RefCell},
+    net::{IpAddr, SocketAddr, TcpListener},
     os::fd::{AsFd as _, OwnedFd},
     rc::Rc,
     sync::Arc,
 };
 
+use ::nbd::client::NbdEndpoint;
 use anyhow::anyhow;
 use export::nbd;
 use reactor::{JoinHandle, ReactorWorker, operation::Fd};
@@ -43,6 +45,19 @@ pub(crate) struct AddedServer {
     pub(crate) max_connections: usize,
     /// True if its TLS credentials or rules are objects of this daemon.
     pub(crate) has_objects: bool,
+}
+
+/// True if a client of this endpoint reaches a socket with this address.
+fn reaches(endpoint: &NbdEndpoint, bound: SocketAddr) -> bool {
+    let NbdEndpoint::Tcp { host, port } = endpoint else { return false };
+    let address = host.parse::<IpAddr>().ok().map(|address| address.to_canonical());
+    let is_loopback = host == "localhost" || address.is_some_and(|address| address.is_loopback());
+    let own = bound.ip().to_canonical();
+    // A wildcard accepts clients of every address of this host.
+    let is_same = address == Some(own)
+        || (is_loopback && own.is_unspecified())
+        || (host == "localhost" && own.is_loopback());
+    *port == bound.port() && is_same
 }
 
 /// Accepting socket.
@@ -107,6 +122,26 @@ impl RunningServer {
         listens(&self.address()) || self.config_address().as_deref().is_some_and(listens)
     }
 
+    /// True if a client of this NBD endpoint reaches this server, as far as the addresses show it.
+    /// Host names other than `localhost` are compared as text.
+    pub(crate) fn is_reached_at(&self, endpoint: &NbdEndpoint) -> bool {
+        let address = match endpoint {
+            NbdEndpoint::Unix(path) => format!("unix:{}", path.display()),
+            NbdEndpoint::Tcp { host, port } if host.contains(':') => format!("[{host}]:{port}"),
+            NbdEndpoint::Tcp { host, port } => format!("{host}:{port}"),
+        };
+        let is_listed =
+            self.authorities.iter().any(|own| listen::is_same_address(&own.to_string(), &address));
+        is_listed || self.listens_at(&address) || self.bound_addresses().any(|own| reaches(endpoint, own))
+    }
+
+    /// Addresses of accepting TCP sockets.
+    fn bound_addresses(&self) -> impl Iterator<Item = SocketAddr> {
+        self.sockets().into_iter().filter_map(|(socket, _)| {
+            TcpListener::from(socket.as_fd().try_clone_to_owned().ok()?).local_addr().ok()
+        })
+    }
+
     /// Accepting sockets, with the paths of the socket files that weir created.
     pub(crate) fn sockets(&self) -> Vec<ListeningSocket> {
         let path = |file: &Option<SocketFile>| file.as_ref().map(|file| file.path().to_owned());
@@ -138,5 +173,30 @@ impl RunningServer {
     pub async fn stop(&self) {
         self.close();
         self.server.stop().await;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn endpoints_reach_addresses_and_wildcards_of_this_host() {
+        for (host, port, bound, expected) in [
+            ("127.0.0.1", 7, "127.0.0.1:7", true),
+            ("127.0.0.1", 8, "127.0.0.1:7", false),
+            ("localhost", 7, "127.0.0.1:7", true),
+            ("localhost", 7, "[::1]:7", true),
+            ("::1", 7, "[::]:7", true),
+            ("127.0.0.1", 7, "0.0.0.0:7", true),
+            ("192.0.2.1", 7, "192.0.2.1:7", true),
+            ("192.0.2.1", 7, "127.0.0.1:7", false),
+            ("::ffff:127.0.0.1", 7, "127.0.0.1:7", true),
+            ("backup-host", 7, "127.0.0.1:7", false),
+        ] {
+            let endpoint = NbdEndpoint::Tcp { host: host.to_owned(), port };
+            let bound = bound.parse().expect("an address");
+            assert_eq!(reaches(&endpoint, bound), expected, "{host}:{port} at {bound}");
+        }
     }
 }

@@ -156,6 +156,11 @@ impl DiskRegistry {
         is_first
     }
 
+    /// True if the disk is being migrated to or from another host.
+    pub(crate) fn is_migrating(&self, disk: &str) -> bool {
+        self.migrating.borrow().contains_key(disk)
+    }
+
     /// Reserves the names of a disk and of its group, of which an unlisted disk is no member.
     pub(crate) fn reserve_for_migration(&self, disk: &str, group: Option<String>) {
         self.migrating.borrow_mut().insert(disk.to_owned(), group);

@@ -75,13 +75,22 @@ impl Registry {
         serving.stop().await;
     }
 
-    /// True if clients were served, or a device was removed externally, and no client is connected.
+    /// True if clients were served, or a device was removed externally, no client is connected, and
+    /// no job runs.
     fn is_idle(&self) -> bool {
         let served = || {
             self.exports.servers().iter().any(|serving| serving.server.has_served())
                 || self.exports.own_endpoints().iter().any(|endpoint| endpoint.server.has_served())
         };
-        self.exports.connections() == 0 && (self.lifecycle.was_device_removed.get() || served())
+        let is_unused = self.exports.connections() == 0 && self.jobs.running().is_empty();
+        is_unused && (self.lifecycle.was_device_removed.get() || served())
+    }
+
+    /// Ends the daemon if it is idle and was started to end then.
+    pub(crate) fn end_if_idle(&self) {
+        if self.lifecycle.ends_when_idle.get() && self.is_idle() {
+            (self.lifecycle.request_end)(DaemonEnd::Idle);
+        }
     }
 
     /// Fails if this export name at this server is reserved for an unavailable disk other than
@@ -306,9 +315,7 @@ impl Registry {
                 return None;
             }
             // Checked here as well: an export without clients ends without a disconnection.
-            if registry.lifecycle.ends_when_idle.get() && registry.is_idle() {
-                (registry.lifecycle.request_end)(DaemonEnd::Idle);
-            }
+            registry.end_if_idle();
             // An export of an incomplete disk was never announced.
             let is_announced = !registry.disks.is_incomplete(export.disk.disk.name());
             is_announced.then(|| RegistryChange::ExportDeleted { id: export.id.clone() })
@@ -375,8 +382,8 @@ impl Registry {
         name: &str,
         removal: Removal,
     ) -> Result<(), RegistryError> {
-        // Before its exports are removed.
-        self.jobs.check_idle(name)?;
+        // Before its exports are removed, which may take long: no job may start meanwhile.
+        let _blocked = self.jobs.block_starts(name)?;
         let exports = self.exports.of_disk(name);
         let data = Arc::clone(&self.disks.get(name)?.disk);
         data.run_unless_unresponsive(self.remove_exports(&exports, removal)).await?;

@@ -1,14 +1,15 @@
 //! Registry of jobs: operations that clients of the control socket started on disks.
 //!
 //! A disk has at most one job. While it runs, the disk is not removed, moved, opened again or
-//! transferred to another process: [`JobRegistry::check_idle`] refuses these. A concluded job stays
-//! listed until it is dismissed, or [`MAX_CONCLUDED`] others have concluded after it.
+//! transferred to another process: [`JobRegistry::check_idle`] refuses these, and while a disk is
+//! being removed, [`JobRegistry::block_starts`] refuses jobs. A concluded job stays listed until it
+//! is dismissed, or [`MAX_CONCLUDED`] others have concluded after it.
 //!
 //! Holds state only; `backups` starts jobs and reports their changes.
 
 use std::{
     cell::{Cell, RefCell},
-    collections::BTreeMap,
+    collections::{BTreeMap, BTreeSet},
     rc::Rc,
     sync::Arc,
 };
@@ -17,6 +18,7 @@ use anyhow::{Context as _, ensure};
 use api::JobReport;
 use block::layer::throttle::{BackgroundMember, BackgroundSettings};
 use jobs::job::{Job, JobResult, JobState, JobStatus};
+use policy::time::Duration;
 
 use super::RegistryError;
 
@@ -24,6 +26,8 @@ use super::RegistryError;
 const MAX_CONCLUDED: usize = 32;
 /// Longest id of a job in bytes.
 const MAX_ID_BYTES: usize = 64;
+/// Longest time that the end of the daemon waits for jobs, which close their targets.
+const END_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Jobs, by their ids.
 #[derive(Default)]
@@ -31,6 +35,8 @@ pub struct JobRegistry {
     jobs: RefCell<BTreeMap<String, Rc<RunningJob>>>,
     /// Ids of jobs that are being started, with their disks.
     starting: RefCell<BTreeMap<String, String>>,
+    /// Disks on which no job may start, once per [`BlockedStarts`].
+    blocked: RefCell<Vec<String>>,
     /// Number of jobs so far.
     started: Cell<usize>,
 }
@@ -62,6 +68,21 @@ impl Drop for StartingJob<'_> {
     }
 }
 
+/// Disk on which no job may start while this exists.
+pub(crate) struct BlockedStarts<'a> {
+    registry: &'a JobRegistry,
+    disk: String,
+}
+
+impl Drop for BlockedStarts<'_> {
+    fn drop(&mut self) {
+        let mut blocked = self.registry.blocked.borrow_mut();
+        if let Some(at) = blocked.iter().position(|disk| *disk == self.disk) {
+            blocked.swap_remove(at);
+        }
+    }
+}
+
 impl JobRegistry {
     /// All jobs, by id.
     pub fn all(&self) -> Vec<Rc<RunningJob>> {
@@ -81,17 +102,39 @@ impl JobRegistry {
     /// Fails if a job uses the disk.
     ///
     /// # Errors
-    /// [`RegistryError::HasJob`].
+    /// [`RegistryError::HasJob`] or [`RegistryError::HasStartingJob`].
     pub(crate) fn check_idle(&self, disk: &str) -> Result<(), RegistryError> {
         let jobs = self.jobs.borrow();
         let running = jobs.values().find(|job| job.disk == disk && job.is_running());
-        let running = running.map(|job| job.job.id().to_string());
+        let disk = || disk.to_owned();
+        if let Some(job) = running {
+            return Err(RegistryError::HasJob { disk: disk(), job: job.job.id().to_string() });
+        }
         let starting = self.starting.borrow();
-        let starting = || starting.iter().find(|(_, of)| *of == disk).map(|(id, _)| id.clone());
-        match running.or_else(starting) {
-            Some(job) => Err(RegistryError::HasJob { disk: disk.to_owned(), job }),
+        match starting.iter().find(|(_, of)| **of == disk()) {
+            Some((job, _)) => Err(RegistryError::HasStartingJob { disk: disk(), job: job.clone() }),
             None => Ok(()),
         }
+    }
+
+    /// Fails if a job uses a disk of the daemon.
+    ///
+    /// # Errors
+    /// As [`JobRegistry::check_idle`].
+    pub(crate) fn check_all_idle(&self) -> Result<(), RegistryError> {
+        let mut disks: BTreeSet<String> = self.starting.borrow().values().cloned().collect();
+        disks.extend(self.running().iter().map(|job| job.disk.clone()));
+        disks.iter().try_for_each(|disk| self.check_idle(disk))
+    }
+
+    /// Prevents that a job starts on the disk, which is about to be removed.
+    ///
+    /// # Errors
+    /// As [`JobRegistry::check_idle`].
+    pub(crate) fn block_starts(&self, disk: &str) -> Result<BlockedStarts<'_>, RegistryError> {
+        self.check_idle(disk)?;
+        self.blocked.borrow_mut().push(disk.to_owned());
+        Ok(BlockedStarts { registry: self, disk: disk.to_owned() })
     }
 
     /// Removes a concluded job from the list. False if it has not concluded.
@@ -103,16 +146,14 @@ impl JobRegistry {
         has_concluded
     }
 
-    /// Cancels all jobs, because the daemon ends. Their targets are incomplete.
-    pub fn end_all(&self) {
-        for RunningJob { job, disk, target, .. } in self.running().iter().map(|job| &**job) {
-            tracing::warn!(
-                %disk, job = %job.id(), target,
-                "a job ends with the daemon: its target is incomplete"
-            );
+    /// Cancels all jobs, because the daemon ends; returns those that were running.
+    pub fn cancel_all(&self) -> Vec<Rc<RunningJob>> {
+        let running = self.running();
+        for running in &running {
             // It may be concluding at this moment.
-            let _ = job.cancel();
+            let _ = running.job.cancel();
         }
+        running
     }
 
     /// Reserves an id and the disk for a job that is about to start. Without `id`, chooses one.
@@ -121,6 +162,8 @@ impl JobRegistry {
     /// A job uses the disk, or the id is invalid or in use.
     pub(crate) fn reserve(&self, id: Option<String>, disk: &str) -> anyhow::Result<StartingJob<'_>> {
         self.check_idle(disk)?;
+        let is_blocked = self.blocked.borrow().iter().any(|blocked| blocked == disk);
+        ensure!(!is_blocked, RegistryError::Busy(disk.to_owned()));
         let is_taken =
             |id: &str| self.jobs.borrow().contains_key(id) || self.starting.borrow().contains_key(id);
         let id = match id {
@@ -129,11 +172,12 @@ impl JobRegistry {
                     !id.is_empty() && id.len() <= MAX_ID_BYTES && id.bytes().all(is_id_byte),
                     "job {id}: an id has 1 to {MAX_ID_BYTES} letters, digits, `.`, `_` and `-`"
                 );
-                ensure!(
-                    !is_taken(&id),
-                    "job {id}: another job has this id (choose another, or dismiss that job with \
-                     `weir job dismiss {id}`)"
-                );
+                let has_ended = self.find(&id).is_some_and(|job| !job.is_running());
+                let remedy = match has_ended {
+                    true => format!("choose another, or dismiss that job with `weir job dismiss {id}`"),
+                    false => "choose another".to_owned(),
+                };
+                ensure!(!is_taken(&id), "job {id}: another job has this id ({remedy})");
                 id
             }
             None => {
@@ -155,15 +199,38 @@ impl JobRegistry {
         number
     }
 
-    /// Lists a job.
-    pub(crate) fn insert(&self, job: &Rc<RunningJob>) {
+    /// Lists a job; returns the ids of concluded jobs that are not listed any more.
+    pub(crate) fn insert(&self, job: &Rc<RunningJob>) -> Vec<String> {
         let mut jobs = self.jobs.borrow_mut();
         jobs.insert(job.job.id().to_string(), Rc::clone(job));
         let mut concluded: Vec<_> = jobs.values().filter(|job| !job.is_running()).cloned().collect();
         concluded.sort_by_key(|job| job.number);
         let surplus = concluded.len().saturating_sub(MAX_CONCLUDED);
-        for job in concluded.into_iter().take(surplus) {
-            jobs.remove(&**job.job.id());
+        let removed = concluded.into_iter().take(surplus).map(|job| job.job.id().to_string());
+        removed.inspect(|id| drop(jobs.remove(id))).collect()
+    }
+}
+
+/// Waits until jobs that the end of the daemon has cancelled have closed their targets, and logs
+/// the targets that are incomplete.
+pub async fn await_ends(cancelled: &[Rc<RunningJob>]) {
+    let all_ended = async {
+        for running in cancelled {
+            running.job.concluded().await;
+        }
+    };
+    let _ = reactor::timeout(END_TIMEOUT, all_ended).await;
+    for RunningJob { job, disk, target, .. } in cancelled.iter().map(|running| &**running) {
+        match job.status().result {
+            Some(JobResult::Completed) => {}
+            Some(JobResult::Cancelled | JobResult::Failed(_)) => tracing::warn!(
+                %disk, job = %job.id(), target,
+                "a job ends with the daemon: its target is incomplete"
+            ),
+            None => tracing::warn!(
+                %disk, job = %job.id(), target, patience_s = END_TIMEOUT.as_secs(),
+                "a job has not ended in time, and ends with the daemon: its target is incomplete"
+            ),
         }
     }
 }
@@ -208,5 +275,32 @@ impl RunningJob {
                 _ => None,
             },
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn no_job_starts_while_its_disk_is_removed() {
+        let jobs = JobRegistry::default();
+        let first = jobs.block_starts("vm1").expect("it is idle");
+        // A removal that disconnects clients may overtake one that waits for them.
+        let second = jobs.block_starts("vm1").expect("it is idle");
+        let refusal = || jobs.reserve(None, "vm1").err().map(|error| error.to_string());
+        let busy = Some(RegistryError::Busy("vm1".to_owned()).to_string());
+        assert_eq!(refusal(), busy);
+        drop(first);
+        assert_eq!(refusal(), busy, "the second removal is in progress");
+        let other = jobs.reserve(None, "vm2").expect("another disk");
+        drop((second, other));
+        let starting = jobs.reserve(None, "vm1").expect("no removal is in progress");
+        let expected = RegistryError::HasStartingJob { disk: "vm1".to_owned(), job: starting.id.clone() };
+        assert_eq!(jobs.check_idle("vm1"), Err(expected.clone()));
+        assert_eq!(jobs.check_all_idle(), Err(expected.clone()));
+        assert_eq!(jobs.block_starts("vm1").err(), Some(expected));
+        drop(starting);
+        assert_eq!(jobs.check_all_idle(), Ok(()));
     }
 }

@@ -48,6 +48,11 @@ pub enum RegistryError {
     Exported { disk: String, export: String },
     #[error("disk {disk}: the job {job} uses it (wait for it, or end it with `weir job cancel {job}`)")]
     HasJob { disk: String, job: String },
+    #[error(
+        "disk {disk}: the job {job} is starting (wait until its target is open, which takes at most \
+         a minute)"
+    )]
+    HasStartingJob { disk: String, job: String },
     #[error("group {group}: {member} is a member (move {member} out of the group first)")]
     HasMembers { group: String, member: String },
     #[error("export {id}: in use by {clients} (disconnect first, or remove the export with mode hard)")]

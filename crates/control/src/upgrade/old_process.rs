@@ -124,6 +124,8 @@ fn begin_or_reject(registry: &Rc<Registry>, request: UpgradeRequest) -> anyhow::
     if let Some((name, operation)) = registry.disks.unlisted_operation() {
         bail!("{name} is being {operation} at this moment (try again once that is done)");
     }
+    // A job in its last phase does not use the disk any more, but still writes to its target.
+    registry.jobs.check_all_idle()?;
     let (offer, descriptors) = build_offer(registry).map_err(explain_descriptor_limit)?;
     check_new_version(&offer, &request.version)?;
     let channel = UpgradeChannel::from_passed(request.socket)?;
@@ -439,6 +441,8 @@ async fn quiesce_and_transfer(
     channel: UpgradeChannel,
     objects: &mut QuiescedObjects,
 ) -> anyhow::Result<(UpgradeChannel, usize)> {
+    // Again: a start that has begun before the upgrade must not have completed.
+    registry.jobs.check_all_idle()?;
     let disks = registry.disks.all();
     // Released disks with handover may be open in another process, so they are not even read.
     let in_use: Vec<_> = disks.iter().filter(|running| !running.disk.is_released()).collect();

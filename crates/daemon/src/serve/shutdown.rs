@@ -26,7 +26,7 @@ use control::{
     notify,
     openers::DeviceOpeners,
     qmp::ShutdownCause,
-    registry::{DaemonEnd, Registry, RunningDisk},
+    registry::{DaemonEnd, Registry, RunningDisk, await_ends},
     reload::reload,
 };
 use policy::time::Duration;
@@ -131,7 +131,7 @@ impl Daemon {
         self.registry.lifecycle.is_ending.set(true);
         // Before anything is closed, so that the service manager sees an orderly end.
         notify::send(&[NotifyState::Stopping]);
-        self.registry.jobs.end_all();
+        let jobs = self.registry.jobs.cancel_all();
         let servers = self.registry.exports.servers();
         for serving in &servers {
             serving.close();
@@ -188,6 +188,7 @@ impl Daemon {
             while registry.disks.has_unlisted() {
                 reactor::sleep_until(reactor::now() + CHECK_INTERVAL).await;
             }
+            await_ends(&jobs).await;
             let result = flush_and_close(&disks).await;
             registry.store_quotas().await;
             drop(abandon_tasks);

@@ -6,7 +6,7 @@ use std::rc::Rc;
 
 use api::StartedJob;
 use block::layer::throttle::BackgroundSettings;
-use jobs::job::{JobRefusal, JobState};
+use jobs::job::{Job, JobRefusal, JobState};
 use policy::throttle::NodeShare;
 use reactor::operation::PassedFd;
 use serde_json::{Value, json};
@@ -14,7 +14,7 @@ use settings::ImageLocation;
 use storage::ImageFormat;
 
 use crate::{
-    backups::{BackupRequest, check_settings, start_backup},
+    backups::{BackupRequest, check_settings, notify_dismissal, start_backup},
     qmp::{
         arguments::QmpArguments,
         command::{QmpCommand, response},
@@ -28,7 +28,7 @@ use crate::{
 const MAX_RATE: u64 = 1_000_000_000_000_000;
 
 /// Limits and weight that a command gives; the others stay.
-#[derive(Debug, Default)]
+#[derive(Debug, Default, PartialEq, Eq)]
 struct GivenSettings {
     bps_total: Option<u64>,
     iops_total: Option<u64>,
@@ -81,7 +81,13 @@ impl QmpCommand for StartBackup {
         let formats = [ImageFormat::Raw, ImageFormat::Qcow2];
         let format = arguments.choice("format", &formats.map(ImageFormat::name))?;
         let target: String = arguments.required("target")?;
-        let target = target.parse().map_err(|error| QmpError::rule("target", format_args!("{error}")))?;
+        let target: ImageLocation =
+            target.parse().map_err(|error| QmpError::rule("target", format_args!("{error}")))?;
+        if target.path().is_none() && !target.is_remote() {
+            let kinds =
+                "is no target (use a file, a block device, the URI of an NBD export, or rbd:POOL/IMAGE)";
+            return Err(QmpError::rule("target", format_args!("{kinds}")));
+        }
         let name: Option<String> = arguments.optional("fdname")?;
         let descriptor = name.map(|name| arguments.descriptors().require_named(&name)).transpose()?;
         Ok(Self {
@@ -118,7 +124,12 @@ impl QmpCommand for SetJob {
     const NAME: &'static str = "x-weir-job-set";
 
     fn read(arguments: &mut QmpArguments) -> Result<Self, QmpError> {
-        Ok(Self { id: arguments.required("id")?, settings: GivenSettings::read(arguments)? })
+        let (id, settings) = (arguments.required("id")?, GivenSettings::read(arguments)?);
+        if settings == GivenSettings::default() {
+            let message = "nothing to change (give bps-total, iops-total or weight)";
+            return Err(QmpError::generic(message.to_owned()));
+        }
+        Ok(Self { id, settings })
     }
 
     async fn run(self, registry: Rc<Registry>) -> Result<Value, QmpError> {
@@ -156,6 +167,15 @@ fn block_job(registry: &Registry, device: &str) -> Result<Rc<RunningJob>, QmpErr
     running.ok_or_else(unknown)
 }
 
+fn refused(job: &Job, error: JobRefusal) -> QmpError {
+    let id = job.id();
+    match job.is_cancelled() && job.state() != JobState::Concluded {
+        // The state alone would not explain it: a job that is being cancelled may still be running.
+        true => QmpError::generic(format!("job {id}: it is being cancelled (wait for its end)")),
+        false => QmpError::generic(format!("job {id}: {error}")),
+    }
+}
+
 /// Defines a command that has an effect on one job.
 macro_rules! job_command {
     ($type:ident, $name:literal, $key:literal, $find:path, |$registry:pat_param, $job:pat_param| $effect:expr) => {
@@ -171,11 +191,8 @@ macro_rules! job_command {
 
             async fn run(self, registry: Rc<Registry>) -> Result<Value, QmpError> {
                 let found = $find(&registry, &self.0)?;
-                let refused = |job: &RunningJob, error: JobRefusal| {
-                    QmpError::generic(format!("job {}: {error}", job.job.id()))
-                };
                 let effect = |$registry: &Registry, $job: &RunningJob| $effect;
-                effect(&registry, &found).map_err(|error| refused(&found, error))?;
+                effect(&registry, &found).map_err(|error| refused(&found.job, error))?;
                 Ok(json!({}))
             }
         }
@@ -187,7 +204,10 @@ job_command!(ResumeJob, "job-resume", "id", job, |_, job| job.job.resume());
 job_command!(CancelJob, "job-cancel", "id", job, |_, job| job.job.cancel());
 job_command!(DismissJob, "job-dismiss", "id", job, |registry, job| {
     match registry.jobs.dismiss(job) {
-        true => Ok(()),
+        true => {
+            notify_dismissal(registry, job.job.id().to_string());
+            Ok(())
+        }
         false => Err(JobRefusal::State { state: job.job.state(), action: "dismissed" }),
     }
 });
@@ -209,7 +229,7 @@ impl QmpCommand for CancelBlockJob {
     async fn run(self, registry: Rc<Registry>) -> Result<Value, QmpError> {
         let job = block_job(&registry, &self.0)?;
         let cancelled = job.job.cancel();
-        cancelled.map_err(|error| QmpError::generic(format!("job {}: {error}", job.job.id())))?;
+        cancelled.map_err(|error| refused(&job.job, error))?;
         Ok(json!({}))
     }
 }
