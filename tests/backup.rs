@@ -1,12 +1,26 @@
 //! `weir backup`: copies of disks that clients change meanwhile, compared by QEMU; jobs and their
 //! errors.
 
-use std::{fs, os::unix::fs::PermissionsExt as _, path::Path, thread};
+use std::{
+    fs,
+    os::unix::{
+        fs::{OpenOptionsExt as _, PermissionsExt as _},
+        net::UnixListener,
+    },
+    path::Path,
+    process::{Command, Stdio},
+    thread,
+};
 
+use nix::{
+    libc,
+    sys::signal::{Signal, kill},
+    unistd::Pid,
+};
 use serde_json::{Value, json};
 
 use crate::harness::{
-    MIB, Qmp, Scratch, Serve, TestClient, Weir, assert_contains,
+    LoopDevice, MIB, Qmp, Scratch, Serve, TestClient, WEIR, Weir, assert_contains,
     operator::{run_failing, run_json, run_misused, run_ok, socket, status},
     poll_until, qemu_img, qemu_io, text, weir,
 };
@@ -162,7 +176,12 @@ fn wrong_requests_change_nothing() {
     let scratch = Scratch::new();
     let image = scratch.filled("a.raw", MIB);
     let weir = serve(&scratch, &image, "raw", &["memory:64K", "--name", "small", "--sandbox", "off"]);
-    let small = weir.uri("small");
+    let own = weir.uri("small");
+    let other = Scratch::new();
+    let server = Serve::new(&other).args(["memory:64K", "--name", "small"]).start();
+    let small = server.uri("small");
+    let pipe = scratch.path("pipe");
+    TestClient::new("mkfifo").arg(&pipe).succeeds();
     let here = scratch.path("");
     let absent = scratch.path("none/b.raw");
     let new = scratch.path("b.raw");
@@ -170,7 +189,12 @@ fn wrong_requests_change_nothing() {
     for (arguments, expected) in [
         (&["backup", "vm9", "--to", target][..], "vm9"),
         (&["backup", "vm1", "--to", text(&image)], "exists already"),
-        (&["backup", "vm1", "--to", text(&here)], "exists already"),
+        (&["backup", "vm1", "--to", text(&here)], "is a directory"),
+        (&["backup", "vm1", "--to", text(&pipe)], "neither a file nor a block device"),
+        (&["backup", "vm1", "--to", "/dev/null"], "neither a file nor a block device"),
+        (&["backup", "vm1", "--to", "memory:1M"], "is no target of a backup"),
+        (&["backup", "vm1", "--to", "null:1M"], "is no target of a backup"),
+        (&["backup", "vm1", "--to", &own], "is an NBD server of this daemon"),
         (&["backup", "vm1", "--to", text(&absent)], "cannot be created"),
         (&["backup", "vm1", "--to", &small], "the target has 65536 bytes, and the disk 1048576"),
         (&["backup", "vm1", "--to", target, "--weight", "5"], "is in no group"),
@@ -189,26 +213,120 @@ fn wrong_requests_change_nothing() {
         assert_contains(&weir_outcome(arguments).1, &[expected]);
     }
     assert_contains(&run_misused(&scratch, &["job", "set", "none"]), &["nothing to change"]);
+    let mut qmp = Qmp::negotiated(&scratch.socket("qmp"));
+    for (command, arguments, expected) in [
+        ("x-weir-backup", json!({ "name": "vm1", "target": "memory:1M" }), "is no target"),
+        ("x-weir-backup", json!({ "name": "vm1", "target": "null:1M" }), "is no target"),
+        ("x-weir-job-set", json!({ "id": "none" }), "nothing to change"),
+    ] {
+        assert_contains(&qmp.command_error(command, arguments).1, &[expected]);
+    }
     assert_eq!(jobs(&scratch), json!([]));
+    server.stop();
     weir.stop();
+}
+
+#[test]
+fn device_in_use_by_the_kernel_is_no_target() {
+    let scratch = Scratch::new();
+    let image = scratch.filled("a.raw", MIB);
+    let file = scratch.filled("target.raw", MIB);
+    let before = fs::read(&file).expect("it exists");
+    let device = LoopDevice::attach(&file, 512);
+    let weir = Serve::new(&scratch)
+        .arg(&image)
+        .args(["--name", "vm1", "--format", "raw", "--qmp", &socket(&scratch), "--sandbox", "off"])
+        .start();
+    // As a mount would.
+    let claim = fs::OpenOptions::new().read(true).custom_flags(libc::O_EXCL).open(device.path());
+    let claim = claim.expect("the device is unused");
+    let command = ["backup", "vm1", "--to", text(device.path())];
+    assert_contains(&run_failing(&scratch, &command), &["is mounted or in use by the kernel"]);
+    let mut qmp = Qmp::negotiated(&scratch.socket("qmp"));
+    let arguments = json!({ "name": "vm1", "target": text(device.path()), "format": "raw" });
+    let (_, refused) = qmp.command_error("x-weir-backup", arguments);
+    assert_contains(&refused, &["is mounted or in use by the kernel"]);
+    drop(claim);
+    assert_eq!(fs::read(&file).expect("it exists"), before);
+    run_ok(&scratch, &command);
+    weir.stop();
+    drop(device);
+    compare("raw", &file, &image);
+}
+
+#[test]
+fn backup_without_a_report_of_its_end_keeps_the_file() {
+    let scratch = Scratch::new();
+    let image = scratch.filled("a.raw", SIZE);
+    let weir = serve(&scratch, &image, "raw", &[]);
+    let target = scratch.path("b.raw");
+    let qmp = socket(&scratch);
+    let command = ["backup", "vm1", "--to", text(&target), "--bps-total", "64K", "--qmp", &qmp];
+    thread::scope(|scope| {
+        let waiting = scope.spawn(move || weir_outcome(&command));
+        poll_until(|| (!jobs(&scratch).as_array()?.is_empty()).then_some(()));
+        weir.kill();
+        let (code, stderr) = waiting.join().expect("it ends");
+        assert_eq!(code, 1);
+        assert_contains(&stderr, &["is unknown", "b.raw", "weir jobs", "the file is kept"]);
+    });
+    assert!(target.exists());
+}
+
+#[test]
+fn signal_ends_a_command_whose_target_does_not_answer() {
+    let scratch = Scratch::new();
+    let image = scratch.filled("a.raw", MIB);
+    let weir = serve(&scratch, &image, "raw", &["--sandbox", "off"]);
+    let silent = scratch.path("silent.sock");
+    let listener = UnixListener::bind(&silent).expect("a new socket");
+    let target = format!("nbd+unix:///x?socket={}", text(&silent));
+    let command = ["backup", "vm1", "--to", &target, "--qmp", &socket(&scratch)];
+    let child = Command::new(WEIR).args(command).stderr(Stdio::piped()).spawn().expect("it starts");
+    // The daemon has connected, and waits for the greeting.
+    let _connection = listener.accept().expect("the daemon connects");
+    let refused = run_failing(&scratch, &["disk", "remove", "vm1"]);
+    assert_contains(&refused, &["the job backup-vm1 is starting"]);
+    kill(Pid::from_raw(child.id() as i32), Signal::SIGINT).expect("it runs");
+    let outcome = child.wait_with_output().expect("it ends");
+    assert_eq!(outcome.status.code(), Some(1));
+    assert_contains(
+        &String::from_utf8_lossy(&outcome.stderr),
+        &["is unknown", "interrupted before the daemon has answered", "weir jobs"],
+    );
+    weir.stop();
+}
+
+#[test]
+fn idle_daemon_ends_after_its_jobs() {
+    let scratch = Scratch::new();
+    let image = scratch.filled("a.raw", SIZE);
+    let weir = serve(&scratch, &image, "raw", &["--exit-when-idle"]);
+    let target = scratch.path("b.raw");
+    run_ok(&scratch, &["backup", "vm1", "--to", text(&target), "--bps-total", "64K", "--detach"]);
+    weir.nbdsh("vm1", "assert h.get_size() == 32 << 20");
+    run_ok(&scratch, &["job", "set", "backup-vm1", "--bps-total", "0"]);
+    let (status, log) = weir.wait();
+    assert!(status.success(), "{log}");
+    assert_contains(&log, &["a backup is complete"]);
+    compare("raw", &target, &image);
 }
 
 #[test]
 fn full_target_fails_the_backup_and_not_the_disk() {
     let scratch = Scratch::new();
     let image = scratch.filled("a.raw", MIB);
-    let weir = serve(
-        &scratch,
-        &image,
-        "raw",
-        &["null:1M", "--name", "bad", "--fault", "kind=write,error=ENOSPC", "--sandbox", "off"],
-    );
-    let refused = run_failing(&scratch, &["backup", "vm1", "--to", &weir.uri("bad")]);
+    let weir = serve(&scratch, &image, "raw", &["--sandbox", "off"]);
+    let other = Scratch::new();
+    let bad = ["null:1M", "--name", "bad", "--fault", "kind=write,error=ENOSPC"];
+    let server = Serve::new(&other).args(bad).start();
+    let refused = run_failing(&scratch, &["backup", "vm1", "--to", &server.uri("bad")]);
     assert_contains(
         &refused,
         &["vm1: no backup to nbd", "the target cannot be written at offset", "free space"],
     );
     weir.nbdsh("vm1", "assert h.get_size() == 1 << 20");
+    server.stop();
     weir.stop();
 }
 
@@ -239,12 +357,13 @@ fn qmp_jobs_have_the_members_of_qapi() {
     qmp.command("block-job-set-speed", json!({ "device": "j", "speed": 0 }));
     qmp.command("job-resume", json!({ "id": "j" }));
     assert_eq!(changed(&mut qmp).as_deref(), Some("running"));
-    assert_eq!(changed(&mut qmp).as_deref(), Some("concluded"));
     let ended = qmp.event("BLOCK_JOB_COMPLETED");
     let expected = json!({ "type": "backup", "device": "j", "len": SIZE, "offset": SIZE, "speed": 0 });
     assert_eq!(ended, expected);
+    assert_eq!(changed(&mut qmp).as_deref(), Some("concluded"));
     compare("raw", &target, &image);
     qmp.command("job-dismiss", json!({ "id": "j" }));
+    assert_eq!(changed(&mut qmp).as_deref(), Some("null"));
     assert_eq!(qmp.command("query-jobs", json!({})), json!([]));
     weir.stop();
 }
@@ -261,7 +380,7 @@ fn upgrade_is_refused_while_a_backup_runs() {
         .args(["serve", text(&image), "--name", "vm1", "--format", "raw", "--qmp", &qmp])
         .arg(format!("--takeover={qmp}"))
         .args(["--nbd", &format!("unix:{}", text(weir.socket()))]);
-    assert_contains(&upgrade.fails(), &["a backup of it is running"]);
+    assert_contains(&upgrade.fails(), &["the job backup-vm1 uses it", "weir job cancel backup-vm1"]);
     run_ok(&scratch, &["job", "cancel", "backup-vm1"]);
     ended(&scratch, "backup-vm1");
     weir.stop();
