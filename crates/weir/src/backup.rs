@@ -140,7 +140,7 @@ pub(crate) fn run(arguments: BackupArgs) -> Result<(), CommandFailure> {
     let job =
         wait(&mut client, &id, &interrupted, arguments.json).map_err(|error| outcome.unknown(&error))?;
     let result = outcome.finish(&job, arguments.json);
-    // The result is read: the job need not be listed any more. Another client may have dismissed it.
+    // The result is read, so the job need not be listed. Another client may have dismissed it.
     let _ = client.execute("job-dismiss", json!({ "id": id }));
     result
 }
