@@ -213,6 +213,14 @@ impl QuotaCounters {
         true
     }
 
+    /// Counts the bytes of a disk since its last sample, before it leaves a group or the daemon.
+    pub(crate) fn count_before_change(&self, disk: &Arc<Disk>) {
+        // Others are under no quota, or have no baseline yet.
+        if self.disks.borrow().contains_key(disk.name().as_ref()) {
+            self.count(disk);
+        }
+    }
+
     /// Adds the bytes of a disk since its last sample to its count and those of its groups.
     fn count(&self, disk: &Arc<Disk>) {
         let totals = disk.totals();

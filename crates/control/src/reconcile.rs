@@ -437,8 +437,6 @@ impl Reconciliation<'_> {
         images: Vec<(usize, Image)>,
     ) -> anyhow::Result<()> {
         self.check_nested_targets(difference)?;
-        // Disks may leave their groups.
-        self.registry.sample_quotas();
         let groups = self.add_groups(difference)?;
         let mut member_placements = Vec::new();
         for (index, group) in groups {
@@ -460,6 +458,7 @@ impl Reconciliation<'_> {
         for &index in &difference.kept_disks {
             let planned = &self.plan.disks[index];
             let disk = Arc::clone(&self.registry.disks.get(&planned.name)?.disk);
+            self.registry.quotas.count_before_change(&disk);
             let is_quota_used_up = disk.throttle().scheduled().is_quota_used_up;
             member_placements.push(MemberPlacement {
                 node: GroupOrDisk::Disk(disk),

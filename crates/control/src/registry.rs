@@ -353,7 +353,7 @@ impl Registry {
         }
         self.jobs.check_idle(name)?;
         // Its last bytes count against the quotas of its groups.
-        self.sample_quotas();
+        self.quotas.count_before_change(&disk.disk);
         self.disks.remove(name);
         Ok(disk)
     }

@@ -269,7 +269,7 @@ async fn hand_over(
     let flushed = running.disk.flush().await;
     // After the last request, so that the levels include its charge.
     described.filled = running.disk.throttle().bucket_levels().map(Into::into);
-    registry.sample_quotas();
+    registry.quotas.count_before_change(&running.disk);
     described.quota = registry.quotas.stored(&request.disk, &running.disk.throttle().settings().quota);
     // From here on no request may reach the image until the owner of the disk is known.
     let group = running.disk.throttle().group().map(|group| group.name().to_owned());

@@ -95,7 +95,7 @@ impl SetSettings {
         let running = registry.disks.get(&self.name)?;
         let disk = &running.disk;
         // The disk may leave its group.
-        registry.sample_quotas();
+        registry.quotas.count_before_change(disk);
         let caches = self.checked_caches(&running)?;
         let prefetch = self.prefetch.apply_to(disk.prefetch().settings())?;
         let before = disk.throttle().settings();
