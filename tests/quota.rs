@@ -64,7 +64,7 @@ impl QuotaGroup {
     }
 
     fn write(&self, length: &str) {
-        qemu_io(["-f", "raw"], &[&format!("write -P 7 0 {length}")], self.uri());
+        qemu_io(["-f", "raw"], [&format!("write -P 7 0 {length}")], self.uri());
     }
 
     /// Waits until a sample has counted this many bytes of writes.
