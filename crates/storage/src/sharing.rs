@@ -15,14 +15,15 @@ impl Storage {
             || self.bottom_nbd().is_some_and(NbdStorage::is_shared)
     }
 
-    /// See [`OpenOptions::handover`].
+    /// See [`OpenOptions::handover`](crate::OpenOptions::handover).
     pub fn has_handover(&self) -> bool {
         self.bottom_file().is_some_and(FileStorage::has_handover)
     }
 
-    /// Tries to lock a file that was opened without locks (see [`OpenOptions::handover`]). Returns
-    /// false if another process holds them. Blocks, for longer on the `last` attempt, which returns
-    /// an error instead of false.
+    /// Tries to lock a file that was opened without locks (see
+    /// [`OpenOptions::handover`](crate::OpenOptions::handover)). Returns false if another process
+    /// holds them. Blocks, for longer on the `last` attempt, which returns an error instead of
+    /// false.
     pub fn try_lock(&self, last: bool) -> std::result::Result<bool, OpenError> {
         self.bottom_file().map_or(Ok(true), |file| file.try_lock(last))
     }
