@@ -47,7 +47,7 @@ impl std::str::FromStr for LogFormat {
 }
 
 /// Crates of the program. In a filter, `weir` stands for all of them.
-const MODULES: [&str; 24] = [
+const MODULES: [&str; 25] = [
     "weir",
     "container",
     "daemon",
@@ -57,6 +57,7 @@ const MODULES: [&str; 24] = [
     "sandbox",
     "export",
     "virtio",
+    "jobs",
     "block",
     "image",
     "storage",
