@@ -23,7 +23,7 @@ use console::{CommandFailure, print, print_json};
 
 use super::{
     current_limits,
-    limits_file::{AnyDeviceEntry, CgroupEntry, LimitsChange, LimitsFile},
+    limits_file::{CgroupEntry, LimitsChange, LimitsFile},
     locks::LockedLimitsFile,
     outcome::LimitReport,
     remove_limits, set_limits,
@@ -309,19 +309,19 @@ pub(crate) fn extend(hierarchy: &CgroupHierarchy, file: &Path) -> anyhow::Result
     }
     let MachineDisks { disks, .. } = MachineDisks::of(&hierarchy.roots)?;
     let mut report = AnyDeviceReport::default();
-    for AnyDeviceEntry { cgroup, .. } in &limits_file.any_device {
+    for any_device in &limits_file.any_device {
         // A cgroup that does not exist gets its limits when it is set again.
-        let Ok(group) = hierarchy.group(cgroup) else { continue };
+        let Ok(group) = hierarchy.group(&any_device.cgroup) else { continue };
         if !group.exists() {
             continue;
         }
+        let change = any_device.change_for_new_disk()?;
         for disk in &disks {
             // An entry of an earlier disk with this number is replaced.
             let has_entry = limits_file.entry(&group, disk.number());
             if has_entry.is_some_and(|entry| entry.disk(&hierarchy.roots.device_roots()).is_ok()) {
                 continue;
             }
-            let Some(change) = limits_file.change_for_new_disk(cgroup)? else { continue };
             report.add(&hierarchy.roots, &group, disk, set_limits(hierarchy, file, &group, disk, &change));
         }
     }

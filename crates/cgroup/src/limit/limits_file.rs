@@ -63,6 +63,24 @@ pub(crate) struct AnyDeviceEntry {
     own: StoredLimits,
 }
 
+impl AnyDeviceEntry {
+    /// Change that sets these limits on a disk that has appeared.
+    pub(crate) fn change_for_new_disk(&self) -> anyhow::Result<LimitsChange> {
+        let limits = self.own.limits()?;
+        let set = LimitSetting::ALL
+            .into_iter()
+            .filter(|setting| limits.get(*setting) != Limits::default().get(*setting));
+        Ok(LimitsChange {
+            limits: set.map(|setting| (setting, limits.get(setting))).collect(),
+            watermark: Some(self.own.watermark).filter(|percent| *percent > 0),
+            weight: (self.weight != 0).then_some(self.weight),
+            latency_target_us: (self.latency_target_us != 0).then_some(self.latency_target_us),
+            group: self.group.clone(),
+            cluster: false,
+        })
+    }
+}
+
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub(crate) struct StoredLimits {
@@ -407,27 +425,6 @@ impl LimitsFile {
         let before = self.any_device.len();
         self.any_device.retain(|entry| entry.cgroup != cgroup);
         self.any_device.len() < before
-    }
-
-    /// Change that sets the limits of a control group on a disk that has appeared; `None` without
-    /// any.
-    pub(crate) fn change_for_new_disk(&self, cgroup: &Path) -> anyhow::Result<Option<LimitsChange>> {
-        let Some(entry) = self.any_device.iter().find(|entry| entry.cgroup == cgroup) else {
-            return Ok(None);
-        };
-        let limits = entry.own.limits()?;
-        let set = LimitSetting::ALL
-            .into_iter()
-            .filter(|setting| limits.get(*setting) != Limits::default().get(*setting));
-        let watermark = Some(entry.own.watermark).filter(|percent| *percent > 0);
-        Ok(Some(LimitsChange {
-            limits: set.map(|setting| (setting, limits.get(setting))).collect(),
-            watermark,
-            weight: (entry.weight != 0).then_some(entry.weight),
-            latency_target_us: (entry.latency_target_us != 0).then_some(entry.latency_target_us),
-            group: entry.group.clone(),
-            cluster: false,
-        }))
     }
 
     fn drop_empty_groups(&mut self) {
