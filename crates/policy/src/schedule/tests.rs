@@ -5,31 +5,13 @@ use alloc::vec;
 use proptest::prelude::*;
 
 use super::*;
-use crate::throttle::LimitKind;
+use crate::{
+    throttle::LimitKind,
+    time_zone::test_zones::{AUTUMN_S, BERLIN, MONDAY_S, SPRING_S, UTC},
+};
 
 const HOUR_S: i64 = 3600;
 const DAY_S: i64 = 24 * HOUR_S;
-
-/// Offsets from instants on; the first applies before, too.
-struct Zone(&'static [(i64, i64)]);
-
-impl ZoneRules for Zone {
-    fn offset_s(&self, at_s: i64) -> i64 {
-        self.0.iter().rev().find(|(from_s, _)| *from_s <= at_s).unwrap_or(&self.0[0]).1
-    }
-
-    fn next_transition(&self, after_s: i64) -> Option<i64> {
-        self.0.iter().map(|(from_s, _)| *from_s).find(|from_s| *from_s > after_s)
-    }
-}
-
-const UTC: Zone = Zone(&[(i64::MIN, 0)]);
-/// Sundays in Berlin: 2026-03-29 01:00 UTC and 2026-10-25 01:00 UTC.
-const SPRING_S: i64 = 1_774_746_000;
-const AUTUMN_S: i64 = 1_792_890_000;
-const BERLIN: Zone = Zone(&[(i64::MIN, HOUR_S), (SPRING_S, 2 * HOUR_S), (AUTUMN_S, HOUR_S)]);
-/// Monday, 2026-11-30 00:00 UTC.
-const MONDAY_S: i64 = 1_795_996_800;
 
 fn schedule(times: &[&str]) -> LimitSchedule {
     let entry = |when: &&str| ScheduleEntry { when: when.parse().expect("a range"), limits: Vec::new() };
