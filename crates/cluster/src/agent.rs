@@ -17,11 +17,8 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet},
-    future::poll_fn,
     net::{SocketAddr, TcpListener},
     path::PathBuf,
-    pin::{Pin, pin},
-    task::Poll,
     time::Duration,
 };
 
@@ -31,6 +28,7 @@ use policy::{
     cluster::{NAME_LEASE, Timing},
     time::Instant,
 };
+use reactor::select::{FirstReady, first};
 
 use super::{
     changes,
@@ -191,14 +189,14 @@ impl EtcdAgent {
         loop {
             session.perform_disconnected().await;
             let input = tokio::time::timeout(session.next_disconnected() - now(), self.inbox.1.recv());
-            match race(&mut attempt, input).await {
-                Ok(connected) => return Some(connected),
-                Err(Ok(input)) => {
+            match first(&mut attempt, input).await {
+                FirstReady::One(connected) => return Some(connected),
+                FirstReady::Other(Ok(input)) => {
                     if session.handle_disconnected(input.ok()).await {
                         return None;
                     }
                 }
-                Err(Err(_)) => {}
+                FirstReady::Other(Err(_)) => {}
             }
         }
     }
@@ -220,16 +218,6 @@ impl EtcdAgent {
             }
         }
     }
-}
-
-/// Waits for the first of two futures, `Ok` for the first one.
-async fn race<A: Future + Unpin, B: Future>(first: &mut A, second: B) -> Result<A::Output, B::Output> {
-    let mut second = pin!(second);
-    poll_fn(|context| match Pin::new(&mut *first).poll(context) {
-        Poll::Ready(output) => Poll::Ready(Ok(output)),
-        Poll::Pending => second.as_mut().poll(context).map(Err),
-    })
-    .await
 }
 
 enum SessionEnd {

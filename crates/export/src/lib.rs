@@ -27,7 +27,6 @@ mod batch;
 pub mod fuse;
 pub mod nbd;
 mod peer_process;
-mod select;
 mod trim;
 pub mod ublk;
 pub mod vhost_user_blk;

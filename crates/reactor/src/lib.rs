@@ -40,6 +40,7 @@ mod registered_buffers;
 pub mod regular_file;
 mod ring_restrictions;
 pub mod sanitize;
+pub mod select;
 mod signal;
 pub mod sim;
 mod task_spawner;

@@ -26,6 +26,7 @@ use policy::request::Direction;
 use reactor::{
     error::{Error, Result},
     log_rate_limit::LogRateLimit,
+    select::first,
 };
 
 use crate::recorder::DiskOperation;
@@ -377,7 +378,7 @@ impl Failures {
             if cancel_token.is_some_and(|cancel_token| cancel_token.is_cancelled.load(Ordering::SeqCst)) {
                 return Err(stopped_by);
             }
-            either(resumed, cancelled).await;
+            first(resumed, cancelled).await;
             if self.lock().is_closing {
                 return Err(stopped_by);
             }
@@ -460,17 +461,6 @@ fn is_of_device(error: Error) -> bool {
     let request_errors =
         [Error::INVALID, Error::NOT_PERMITTED, Error::UNSUPPORTED, Error::SHUTDOWN, Error::FAULT];
     !request_errors.contains(&error)
-}
-
-async fn either(first: impl Future<Output = ()>, second: impl Future<Output = ()>) {
-    let (mut first, mut second) = (std::pin::pin!(first), std::pin::pin!(second));
-    std::future::poll_fn(|context| {
-        match first.as_mut().poll(context).is_ready() || second.as_mut().poll(context).is_ready() {
-            true => std::task::Poll::Ready(()),
-            false => std::task::Poll::Pending,
-        }
-    })
-    .await;
 }
 
 #[cfg(test)]

@@ -32,6 +32,7 @@ use reactor::{
     buffer::{Segment, Segments},
     error::Error,
     memory::FairQueueFlow,
+    select::{FirstReady, first},
 };
 use rustix::io::Errno;
 use smallvec::SmallVec;
@@ -46,10 +47,7 @@ use super::{
     negotiate::{MAX_REQUEST_BYTES, OPEN_FLAGS},
     receive_buffer::{FuseReceiveBuffer, charged_bytes},
 };
-use crate::{
-    batch::MergeBatch,
-    select::{FirstReady, first},
-};
+use crate::batch::MergeBatch;
 
 /// Maximum number of requests read in one turn, so that completions are not delayed for long.
 const MAX_MESSAGES_PER_TURN: usize = 64;

@@ -22,7 +22,11 @@ use std::{
 };
 
 use policy::time::Duration;
-use reactor::{ReactorWorker, operation::Fd};
+use reactor::{
+    ReactorWorker,
+    operation::Fd,
+    select::{FirstReady, first},
+};
 
 use super::{
     channel::{FuseChannel, NoMessage},
@@ -33,7 +37,6 @@ use super::{
     queue::{FuseQueue, FuseQueueEnd},
     receive_buffer::FuseReceiveBuffer,
 };
-use crate::select::{FirstReady, first};
 
 /// Number of queues of an export. With two, the kernel wakes them alternately and sequential
 /// requests take twice as long; parallel ones are no faster (docs/decisions/0022).

@@ -36,15 +36,13 @@ use super::{
     stream::NbdStream,
     transfers::ClientTransfers,
 };
-use crate::{
-    batch::{MergeBatch, MergedRequest},
-    select::{FirstReady, first},
-};
+use crate::batch::{MergeBatch, MergedRequest};
 use block::disk::{CancelToken, Disk};
 use image::qcow2::bitmap::BitmapView;
 use reactor::{
     buffer::{IoBuffer, Segments},
     memory::{FairQueueFlow, MemoryAccount},
+    select::{FirstReady, first},
 };
 
 const FINISH_TIMEOUT: Duration = Duration::from_secs(1);

@@ -31,7 +31,11 @@ use std::{
 use block::disk::Disk;
 use event_listener::Event;
 use policy::{access::AccessRules, time::Duration};
-use reactor::{ReactorWorker, operation::Fd};
+use reactor::{
+    ReactorWorker,
+    operation::Fd,
+    select::{FirstReady, first},
+};
 use rustix::net::{AddressFamily, Shutdown, SocketFlags, SocketType, shutdown, socketpair};
 
 use self::control::{NbdDeviceParameters, NbdNetlinkControl};
@@ -45,7 +49,6 @@ use super::{
     stop_signal::StopSignal,
     stream::NbdStream,
 };
-use crate::select::{FirstReady, first};
 
 /// Pause between the end of a connection and the attempt to replace it: the first, and the longest.
 const PAUSE: Duration = Duration::from_millis(100);

@@ -45,12 +45,13 @@ use super::{
     stream::NbdStream,
     transfers::ClientTransfers,
 };
-use crate::{peer_process::PeerProcess, select::first, trim};
+use crate::{peer_process::PeerProcess, trim};
 use reactor::{
     ReactorWorker,
     log_rate_limit::LogRateLimit,
     memory::{ConnectionMemory, MemoryBudget},
     operation::{self, Fd},
+    select::first,
 };
 use tls::TlsServer;
 

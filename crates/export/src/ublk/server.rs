@@ -27,11 +27,11 @@ use super::{
     queue::UblkIoQueue,
     request::SECTOR_BYTES,
 };
-use crate::select::{FirstReady, first};
 use reactor::{
     ReactorWorker,
     memory::{MemoryBudget, OutOfBudget},
     operation::Fd,
+    select::{FirstReady, first},
     ublk::{self, UblkInfo, UblkParams},
 };
 

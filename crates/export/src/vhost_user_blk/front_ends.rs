@@ -31,7 +31,12 @@ use std::{
 };
 
 use policy::time::{Duration, Instant};
-use reactor::{log_rate_limit::LogRateLimit, operation, operation::Fd};
+use reactor::{
+    log_rate_limit::LogRateLimit,
+    operation,
+    operation::Fd,
+    select::{FirstReady, first},
+};
 use rustix::{
     io::Errno,
     net::{
@@ -44,7 +49,6 @@ use super::{
     device::VhostUserDevice,
     events::{FrontEndEvent, PeerProcess},
 };
-use crate::select::{FirstReady, first};
 
 /// Pause between attempts to connect: doubled from `FIRST_PAUSE` up to `MAX_PAUSE`.
 const FIRST_PAUSE: Duration = Duration::from_millis(100);

@@ -3,6 +3,7 @@
 //!
 //! Orders that arrive meanwhile are executed as far as they concern a ring that has not started.
 
+use reactor::select::{FirstReady, first};
 use std::{cell::Cell, pin::pin};
 
 use async_channel::Receiver;
@@ -10,7 +11,6 @@ use block::disk::{Disk, HoldError};
 use policy::time::Duration;
 
 use super::{queue::QueueOrder, session::EventKind, vring::RingSettings, vring_event::VringEvent};
-use crate::select::{FirstReady, first};
 
 /// Longest wait. The guest is running by then and notices a slow disk.
 const IMAGE_TIMEOUT: Duration = Duration::from_secs(30);

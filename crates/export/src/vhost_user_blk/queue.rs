@@ -36,10 +36,7 @@ use super::{
     vring::{RingAreas, RingSettings},
     vring_event::VringEvent,
 };
-use crate::{
-    batch::{MergeBatch, Mergeable},
-    select::{FirstReady, first},
-};
+use crate::batch::{MergeBatch, Mergeable};
 use ::virtio::{
     block::{self as requests, BlkOperation, BlkRequest, Data},
     ring::{
@@ -53,6 +50,7 @@ use reactor::{
     guest::{GuestBytes, GuestMemory},
     memory::FairQueueFlow,
     operation::Fd,
+    select::{FirstReady, first},
 };
 use storage::RangeLocks;
 

@@ -41,13 +41,15 @@ use super::{
     session::{Effect, RequestRejection, VhostUserSession},
     vring::RingSettings,
 };
-use crate::{
-    select::{FirstReady, first},
-    trim,
-};
+use crate::trim;
 use block::disk::Disk;
 use policy::time::{Duration, Instant};
-use reactor::{EventfdNotifier, ReactorWorker, TaskGroup, log_rate_limit::LogRateLimit, operation::Fd};
+use reactor::{
+    EventfdNotifier, ReactorWorker, TaskGroup,
+    log_rate_limit::LogRateLimit,
+    operation::Fd,
+    select::{FirstReady, first},
+};
 
 /// Threads that run queues.
 #[derive(Clone)]

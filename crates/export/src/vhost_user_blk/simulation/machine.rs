@@ -20,7 +20,6 @@ use super::{
 use crate::{
     model::{Model, Outcome},
     passed::GroupSamples,
-    select::{FirstReady, first},
     vhost_user_blk::{
         device::VhostUserDevice, features::virtio, vring::RingAreas, vring_event::simulated::SimulatedEvent,
     },
@@ -31,6 +30,7 @@ use ::virtio::ring::{
 };
 use reactor::{
     guest::{DirtyLog, GuestBytes, GuestMemory, MappingQuota, Region},
+    select::{FirstReady, first},
     sim, timeout,
 };
 
