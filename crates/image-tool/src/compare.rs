@@ -14,11 +14,10 @@ use std::{
 use anyhow::anyhow;
 use clap::Args;
 use console::{CommandFailure, on_reactor, print};
-use reactor::spawn_joinable;
+use reactor::{buffer::zero::is_zero, spawn_joinable};
 use storage::{CacheMode, ImageFormat};
 
 use super::{
-    copy::is_zero,
     disk::ExtentKind,
     image_args::{NamingArgs, with_secrets},
     keys::PassphraseArgs,

@@ -14,7 +14,6 @@
 
 mod plan;
 mod write_order;
-mod zero;
 
 use std::{
     ops::Range,
@@ -25,10 +24,13 @@ use std::{
 use anyhow::Context as _;
 use async_channel::{Receiver, Sender};
 use image::Image;
-use reactor::{PollingMode, ReactorWorker, buffer::IoBuffer, error::Error};
+use reactor::{
+    PollingMode, ReactorWorker,
+    buffer::{IoBuffer, zero},
+    error::Error,
+};
 use storage::{Durability, ZeroOptions};
 
-pub(super) use self::zero::is_zero;
 use self::{plan::CopyItem, write_order::WriteOrder};
 use super::{disk::ExtentKind, progress::CommandProgress, source::CopySource};
 
@@ -278,7 +280,7 @@ impl ImageCopy {
         };
         let mut at = range.start;
         let mut parts = Vec::new();
-        for (part, is_data) in zero::parts(&data, at, self.options.grain, self.options.sparse) {
+        for (part, is_data) in zero::runs(&data, at, self.options.grain, self.options.sparse) {
             let rest = data.split_off(part.len());
             let end = at + part.len() as u64;
             if is_data {

@@ -17,11 +17,10 @@ use image::{
     open::MAX_CHAIN,
     qcow2::{GuestMapping, MappedRun, header::BackingReference},
 };
-use reactor::buffer::IoBuffer;
+use reactor::buffer::{IoBuffer, zero::is_zero};
 use storage::{CacheMode, Durability, ImageFormat};
 
 use super::{
-    copy::is_zero,
     disk::{self, AllocationUnits, ExtentKind},
     image_args::{ImageArg, NamedImage, with_secrets},
     keys::{PassphraseArgs, PassphraseSet},

@@ -36,7 +36,7 @@ use block::{
 use event_listener::Event;
 use image::Image;
 use policy::throttle::ThrottleError;
-use reactor::{JoinHandle, error::Error};
+use reactor::{JoinHandle, buffer::zero, error::Error, select::first};
 use storage::{Durability, RangeLocks, ZeroOptions};
 
 use self::plan::{Piece, Plan};
@@ -202,7 +202,8 @@ impl Backup {
             Ok(())
         };
         // All tasks may wait for a target that does not answer.
-        let copied = first_of(first_of(shared.all_ended(), shared.point_failed()), cancelled).await;
+        let copying = async { first(shared.all_ended(), shared.point_failed()).await.into_output() };
+        let copied = first(copying, cancelled).await.into_output();
         // Before the tasks, which the executor drops later.
         shared.point.end();
         drop(tasks);
@@ -215,7 +216,7 @@ impl Backup {
                     job.cancelled().await;
                     Ok(())
                 };
-                match first_of(flushed, cancelled).await {
+                match first(flushed, cancelled).await.into_output() {
                     _ if job.is_cancelled() => JobResult::Cancelled,
                     Ok(()) => JobResult::Completed,
                     Err(error) => JobResult::Failed(error.to_string()),
@@ -320,9 +321,9 @@ impl Shared {
         let Some(bytes) = data.data() else {
             return self.write_zeroes(data.offset()..data.offset() + data.length_bytes()).await;
         };
-        for (range, is_zero) in runs(bytes) {
+        for (range, is_data) in zero::runs(bytes, data.offset(), ZERO_UNIT, 0) {
             let offset = data.offset() + range.start as u64;
-            if is_zero {
+            if !is_data {
                 self.write_zeroes(offset..offset + range.len() as u64).await?;
                 continue;
             }
@@ -346,50 +347,5 @@ impl Shared {
         }
         self.job.add_done(range.end - range.start, 0);
         Ok(())
-    }
-}
-
-/// Divides bytes into runs of zero and of other blocks.
-fn runs(bytes: &[u8]) -> Vec<(Range<usize>, bool)> {
-    let mut runs: Vec<(Range<usize>, bool)> = Vec::new();
-    for (index, block) in bytes.chunks(ZERO_UNIT).enumerate() {
-        let start = index * ZERO_UNIT;
-        let is_zero = block.iter().all(|&byte| byte == 0);
-        match runs.last_mut() {
-            Some((range, last)) if *last == is_zero => range.end += block.len(),
-            _ => runs.push((start..start + block.len(), is_zero)),
-        }
-    }
-    runs
-}
-
-/// Result of the future that ends first, the first one if both do.
-async fn first_of<T>(first: impl Future<Output = T>, second: impl Future<Output = T>) -> T {
-    let (mut first, mut second) = (std::pin::pin!(first), std::pin::pin!(second));
-    std::future::poll_fn(|context| match first.as_mut().poll(context) {
-        std::task::Poll::Pending => second.as_mut().poll(context),
-        ready => ready,
-    })
-    .await
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn bytes_are_divided_at_zero_blocks() {
-        let mut bytes = vec![1; 3 * ZERO_UNIT + 10];
-        bytes[ZERO_UNIT..2 * ZERO_UNIT].fill(0);
-        bytes[3 * ZERO_UNIT..].fill(0);
-        let found = runs(&bytes);
-        let unit = ZERO_UNIT;
-        let expected = [
-            (0..unit, false),
-            (unit..2 * unit, true),
-            (2 * unit..3 * unit, false),
-            (3 * unit..3 * unit + 10, true),
-        ];
-        assert_eq!(found, expected);
     }
 }

@@ -21,6 +21,7 @@
 //! poison it). Storages zero the part that they cannot fill.
 
 mod segments;
+pub mod zero;
 
 use std::{
     alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error},

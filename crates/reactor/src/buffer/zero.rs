@@ -1,11 +1,13 @@
-//! Detects zeroes in data that was read, which need not be written.
+//! Detects zeroes in data that is copied, which need not be written.
+//!
+//! Never changes the data.
 //!
 //! Runs shorter than a grain (a file system's block or a cluster of the target) save nothing.
 
 use std::ops::Range;
 
 /// True if all bytes are zero; stops at the first block that is not.
-pub(crate) fn is_zero(bytes: &[u8]) -> bool {
+pub fn is_zero(bytes: &[u8]) -> bool {
     // Compilers turn blocks of this size into a few wide instructions.
     let blocks = bytes.chunks_exact(256);
     let rest = blocks.remainder();
@@ -13,40 +15,40 @@ pub(crate) fn is_zero(bytes: &[u8]) -> bool {
         && rest.iter().all(|&byte| byte == 0)
 }
 
-/// Divides `bytes`, which begin at `offset` of the disk, into adjacent parts that are to be
-/// written (true) or skipped. A skipped part is zeroes: whole grains, aligned on the disk, and at
+/// Divides `bytes`, which begin at `offset` of the disk, into adjacent runs of data (true) and of
+/// zeroes. A run of zeroes consists of grains of `grain` bytes, aligned on the disk, and has at
 /// least `min_bytes` bytes or all of `bytes`.
-pub(super) fn parts(bytes: &[u8], offset: u64, grain: usize, min_bytes: usize) -> Vec<(Range<usize>, bool)> {
-    let mut parts: Vec<(Range<usize>, bool)> = Vec::new();
+pub fn runs(bytes: &[u8], offset: u64, grain: usize, min_bytes: usize) -> Vec<(Range<usize>, bool)> {
+    let mut runs: Vec<(Range<usize>, bool)> = Vec::new();
     let mut at = 0;
     while at < bytes.len() {
         // Grains are aligned on the disk, so the first one may be partial.
         let into = ((offset + at as u64) % grain as u64) as usize;
         let end = bytes.len().min(at + grain - into);
         let data = !is_zero(&bytes[at..end]);
-        match parts.last_mut() {
+        match runs.last_mut() {
             Some((range, kind)) if *kind == data => range.end = end,
-            _ => parts.push((at..end, data)),
+            _ => runs.push((at..end, data)),
         }
         at = end;
     }
     if min_bytes > grain {
         // Runs of zeroes that are too short are merged into the data around them.
-        join_short(&mut parts, min_bytes.min(bytes.len()));
+        join_short(&mut runs, min_bytes.min(bytes.len()));
     }
-    parts
+    runs
 }
 
-fn join_short(parts: &mut Vec<(Range<usize>, bool)>, min_bytes: usize) {
-    let mut joined: Vec<(Range<usize>, bool)> = Vec::with_capacity(parts.len());
-    for (range, data) in parts.drain(..) {
+fn join_short(runs: &mut Vec<(Range<usize>, bool)>, min_bytes: usize) {
+    let mut joined: Vec<(Range<usize>, bool)> = Vec::with_capacity(runs.len());
+    for (range, data) in runs.drain(..) {
         let data = data || range.len() < min_bytes;
         match joined.last_mut() {
             Some((last, kind)) if *kind == data => last.end = range.end,
             _ => joined.push((range, data)),
         }
     }
-    *parts = joined;
+    *runs = joined;
 }
 
 #[cfg(test)]
@@ -60,8 +62,8 @@ mod tests {
     }
 
     fn data_of(blocks: &str, offset: u64, grain: usize, min_blocks: usize) -> Vec<(usize, usize)> {
-        let parts = parts(&bytes(blocks), offset * 512, grain * 512, min_blocks * 512);
-        let data = parts.into_iter().filter(|(_, data)| *data);
+        let runs = runs(&bytes(blocks), offset * 512, grain * 512, min_blocks * 512);
+        let data = runs.into_iter().filter(|(_, data)| *data);
         data.map(|(range, _)| (range.start / 512, range.end / 512)).collect()
     }
 
@@ -85,7 +87,7 @@ mod tests {
         fn skipped_ranges_are_zero(blocks in "[0a]{1,40}", offset in 0_u64..9, grain in 1_usize..5, least in 1_usize..9) {
             let bytes = bytes(&blocks);
             let mut end = 0;
-            for (range, data) in parts(&bytes, offset * 512, grain * 512, least * 512) {
+            for (range, data) in runs(&bytes, offset * 512, grain * 512, least * 512) {
                 prop_assert_eq!(range.start, end);
                 prop_assert!(data || bytes[range.clone()].iter().all(|&byte| byte == 0));
                 end = range.end;
