@@ -275,7 +275,7 @@ fn daemon_keys() -> Vec<ConfigKey<DaemonConfig>> {
             "socket-owner", Text, "OWNER", maybe!(sockets.owner), "the daemon's user and group", Reject, Separate,
                 "Owner of the Unix sockets of exports: USER, USER:GROUP or :GROUP, by name or number";
             "exit-when-idle", Flag, "", one!(exit_when_idle), "", Reject, Separate,
-                "Exit after the last client has disconnected";
+                "Exit after the last client has disconnected and all jobs have ended";
             "qmp", Text, "ADDRESS", qmp(), "$WEIR_QMP, else /run/weir/qmp.sock, or \
                                             $XDG_RUNTIME_DIR/weir/qmp.sock if not root; weir \
                                             serves and warns if it cannot listen there", Reject, Separate,
