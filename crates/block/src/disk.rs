@@ -15,6 +15,7 @@
 //! to the thread that made it.
 
 mod changes;
+mod counters;
 mod failures;
 mod handover;
 mod latency_meter;
@@ -29,6 +30,8 @@ use std::sync::{
 };
 
 pub use changes::{DiskPoint, QuiescedDisk};
+use counters::DiskCounters;
+pub use counters::DiskTotals;
 use failures::RequestInfo;
 pub use failures::{CancelToken, ErrorPolicies, Errors, Failures, OnError, RequestFailure};
 use handover::Handover;
@@ -143,32 +146,6 @@ impl AdmissionPermit {
     pub fn with_cancel_token(self, cancel_token: &Arc<CancelToken>) -> Self {
         Self { cancel_token: Some(Arc::clone(cancel_token)), ..self }
     }
-}
-
-/// Counters of the requests that succeeded since the disk was opened, as clients made them, before
-/// merging.
-#[derive(Debug, Default)]
-pub struct DiskCounters {
-    reads: AtomicU64,
-    writes: AtomicU64,
-    read_bytes: AtomicU64,
-    written_bytes: AtomicU64,
-    merged_requests: AtomicU64,
-}
-
-/// Snapshot of [`DiskCounters`].
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct DiskTotals {
-    /// Reads.
-    pub reads: u64,
-    /// Writes, write-zeroes and discards.
-    pub writes: u64,
-    /// Bytes of the reads.
-    pub read_bytes: u64,
-    /// Bytes of the writes, write-zeroes and discards.
-    pub written_bytes: u64,
-    /// Requests saved by merging: a merge of `n` requests saves `n - 1`.
-    pub merged_requests: u64,
 }
 
 impl Disk {
@@ -316,26 +293,12 @@ impl Disk {
 
     /// Counters so far.
     pub fn totals(&self) -> DiskTotals {
-        let get = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
-        DiskTotals {
-            reads: get(&self.counters.reads),
-            writes: get(&self.counters.writes),
-            read_bytes: get(&self.counters.read_bytes),
-            written_bytes: get(&self.counters.written_bytes),
-            merged_requests: get(&self.counters.merged_requests),
-        }
+        self.counters.totals()
     }
 
     /// Adds the counters of another process that served the disk before.
     pub fn add_totals(&self, totals: &DiskTotals) {
-        let add = |counter: &AtomicU64, amount: u64| {
-            let _ = counter.fetch_add(amount, Ordering::Relaxed);
-        };
-        add(&self.counters.reads, totals.reads);
-        add(&self.counters.writes, totals.writes);
-        add(&self.counters.read_bytes, totals.read_bytes);
-        add(&self.counters.written_bytes, totals.written_bytes);
-        add(&self.counters.merged_requests, totals.merged_requests);
+        self.counters.add(totals);
     }
 
     /// Waits until the limits of the disk and of the groups above it admit a request, and charges
@@ -808,19 +771,5 @@ impl Disk {
 
     fn check_writable(&self) -> Result<()> {
         if self.image.is_read_only() { Err(Error::NOT_PERMITTED) } else { Ok(()) }
-    }
-}
-
-impl DiskCounters {
-    fn count(&self, direction: Direction, requests: u64, bytes: u64) {
-        let (request_counter, byte_counter) = match direction {
-            Direction::Read => (&self.reads, &self.read_bytes),
-            Direction::Write => (&self.writes, &self.written_bytes),
-        };
-        request_counter.fetch_add(requests, Ordering::Relaxed);
-        byte_counter.fetch_add(bytes, Ordering::Relaxed);
-        if requests > 1 {
-            self.merged_requests.fetch_add(requests - 1, Ordering::Relaxed);
-        }
     }
 }
