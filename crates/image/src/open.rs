@@ -25,6 +25,8 @@ mod secrets;
 #[cfg(test)]
 mod tests;
 
+use std::sync::Arc;
+
 use self::chain::ChainLevel;
 pub use self::{
     chain::MAX_CHAIN,
@@ -80,7 +82,7 @@ pub async fn open(spec: &str, options: ImageOptions) -> Result<Image, OpenError>
     while levels.len() > 1
         && let (Some(level), Some(cipher)) = (levels.pop(), ciphers.pop())
     {
-        below = Some(Box::new(assemble(level, below, cipher, options.caches, OpenPurpose::Disk).await?));
+        below = Some(Arc::new(assemble(level, below, cipher, options.caches, OpenPurpose::Disk).await?));
     }
     let (top, cipher) = (levels.pop(), ciphers.pop());
     let top = top.expect("a chain has a beginning");
@@ -102,7 +104,7 @@ enum OpenPurpose<'a> {
 
 async fn assemble(
     level: ChainLevel,
-    below: Option<Box<Image>>,
+    below: Option<Arc<Image>>,
     cipher: Option<SectorCipher>,
     caches: CacheSettings,
     purpose: OpenPurpose<'_>,

@@ -19,6 +19,8 @@
 #[path = "fuzzing_tests.rs"]
 mod tests;
 
+use std::sync::Arc;
+
 use super::{
     CacheSettings, L2CacheSize, Qcow2Components, Qcow2Image,
     check::{self, Repair},
@@ -214,7 +216,7 @@ async fn parts(content: &[u8], header: &Qcow2Header, read_only: bool) -> Qcow2Co
         Storage::memory(bytes)
     };
     let backing = match &header.backing {
-        Some(_) => Some(Box::new(Image::Raw(
+        Some(_) => Some(Arc::new(Image::Raw(
             RawImage::new(Storage::with_content(&[0xba; 40_000]).await).read_only(),
         ))),
         None => None,

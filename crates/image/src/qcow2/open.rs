@@ -40,7 +40,7 @@ pub struct Qcow2Components {
     /// The qcow2 file.
     pub storage: Storage,
     /// Image that unallocated clusters are read from; opened read-only.
-    pub backing: Option<Box<Image>>,
+    pub backing: Option<Arc<Image>>,
     /// The external data file.
     pub data: Option<Storage>,
     /// Cipher of an encrypted image, with its key.
@@ -120,7 +120,7 @@ enum Qcow2Purpose<'a> {
 pub struct Qcow2State {
     pub(super) file: ImageFile,
     pub(super) data: Option<Storage>,
-    pub(super) backing: Option<Box<Image>>,
+    pub(super) backing: Option<Arc<Image>>,
     pub(super) cipher: Option<SectorCipher>,
     pub(super) read_only: bool,
     /// True if every write is made durable before it completes, even without FUA (cache mode

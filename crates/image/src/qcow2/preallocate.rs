@@ -136,6 +136,8 @@ impl Qcow2Image {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Arc;
+
     use super::*;
     use crate::{
         Image, RawImage,
@@ -160,7 +162,7 @@ mod tests {
             let ones = IoBuffer::copy_of(&[1; 2 << 20]);
             backing.write(0, ones.into(), Durability::Cached).await.expect("memory");
         }
-        let backing = backing.map(|storage| Box::new(Image::Raw(RawImage::of(storage, false, true))));
+        let backing = backing.map(|storage| Arc::new(Image::Raw(RawImage::of(storage, false, true))));
         Qcow2Image::open(Qcow2Components { backing, ..Qcow2Components::of(storage) }).await.expect("valid")
     }
 

@@ -1,6 +1,8 @@
 //! An open image compared with a plain array: random requests over every kind of image that weir
 //! creates.
 
+use std::sync::Arc;
+
 use policy::time::Duration;
 use proptest::prelude::*;
 
@@ -112,7 +114,7 @@ fn base(at: usize) -> u8 {
 async fn open(kind: &ImageVariant, content: &[u8]) -> Qcow2Image {
     let backing = if kind.has_backing {
         let content: Vec<u8> = (0..BACKING_SIZE).map(base).collect();
-        Some(Box::new(Image::Raw(RawImage::new(Storage::with_content(&content).await).read_only())))
+        Some(Arc::new(Image::Raw(RawImage::new(Storage::with_content(&content).await).read_only())))
     } else {
         None
     };
@@ -223,7 +225,7 @@ fn failed_read_ends_after_all_writes_to_its_memory() {
         // The first cluster fails at once in the backing file; the second is slow.
         let base = Storage::memory(cluster).with_faults(vec!["kind=read".parse().expect("valid")]);
         let slow = Storage::with_content(&content).await.delayed("read=5ms".parse().expect("valid"));
-        let backing = Some(Box::new(Image::Raw(RawImage::new(base).read_only())));
+        let backing = Some(Arc::new(Image::Raw(RawImage::new(base).read_only())));
         let image =
             Qcow2Image::open(Qcow2Components { backing, ..Qcow2Components::of(slow) }).await.expect("valid");
         let memory = guest(2 * cluster as usize);

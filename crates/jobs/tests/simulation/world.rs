@@ -108,7 +108,7 @@ fn options(size_bytes: u64) -> CreateOptions {
 async fn components(storage: Storage, backing: Option<&[u8]>) -> Qcow2Components {
     let backing = match backing {
         Some(bytes) => {
-            Some(Box::new(Image::Raw(RawImage::new(Storage::with_content(bytes).await).read_only())))
+            Some(Arc::new(Image::Raw(RawImage::new(Storage::with_content(bytes).await).read_only())))
         }
         None => None,
     };

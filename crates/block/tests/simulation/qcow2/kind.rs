@@ -1,5 +1,7 @@
 //! The image of a seed, and its files.
 
+use std::sync::Arc;
+
 use image::{
     Image, Qcow2Image, RawImage,
     qcow2::{
@@ -119,7 +121,7 @@ impl ImageKind {
     ) -> Qcow2Components {
         let backing = match &self.backing {
             Some(content) => {
-                Some(Box::new(Image::Raw(RawImage::new(Storage::with_content(content).await).read_only())))
+                Some(Arc::new(Image::Raw(RawImage::new(Storage::with_content(content).await).read_only())))
             }
             None => None,
         };
