@@ -20,6 +20,7 @@ mod failures;
 mod handover;
 mod latency_meter;
 mod size;
+mod switch;
 mod unresponsive;
 mod upgrade;
 mod zeroes;
@@ -62,6 +63,7 @@ use reactor::{
 use storage::{Durability, Extent, ZeroOptions};
 
 use crate::{
+    current_image::CurrentImage,
     layer::{
         copy_before_write::{CopyBeforeWrite, PointFailure},
         prefetch::Prefetch,
@@ -75,7 +77,7 @@ use crate::{
 #[derive(Debug)]
 pub struct Disk {
     name: Arc<str>,
-    image: Arc<Image>,
+    image: Arc<CurrentImage>,
     member: ThrottleMember,
     prefetch: Prefetch,
     copy_before_write: CopyBeforeWrite,
@@ -166,7 +168,7 @@ impl Disk {
         let member = ThrottleMember::new(settings, image.size_bytes(), group)?;
         image.watch_backing();
         let handover = image.is_handed_over().then(Handover::default);
-        let image = Arc::new(image);
+        let image = Arc::new(CurrentImage::new(image));
         let prefetch = Prefetch::new(&image);
         Ok(Self {
             opening_id: next_opening_id(),
@@ -220,9 +222,9 @@ impl Disk {
         &self.name
     }
 
-    /// Image that stores the disk.
-    pub fn image(&self) -> &Image {
-        &self.image
+    /// Image that stores the disk now: see [`Disk::switch_image`].
+    pub fn image(&self) -> Arc<Image> {
+        self.image.shared()
     }
 
     /// Its limits and its group, which can be changed while it runs.
@@ -246,7 +248,15 @@ impl Disk {
     /// # Errors
     /// [`OutOfBudget`]; the previous reservation stays in force.
     pub fn reserve_memory(&self) -> std::result::Result<(), OutOfBudget> {
-        let bytes = self.image.max_cache_bytes() + self.prefetch.max_bytes();
+        self.reserve_memory_for(&self.image.shared())
+    }
+
+    /// As [`Disk::reserve_memory`], before the disk is [switched](Disk::switch_image) to `image`.
+    ///
+    /// # Errors
+    /// As [`Disk::reserve_memory`].
+    pub fn reserve_memory_for(&self, image: &Image) -> std::result::Result<(), OutOfBudget> {
+        let bytes = image.max_cache_bytes() + self.prefetch.max_bytes();
         self.memory.reserve("its metadata caches and read-ahead", bytes)
     }
 
@@ -288,7 +298,7 @@ impl Disk {
 
     /// Current size in bytes.
     pub fn size_bytes(&self) -> u64 {
-        self.image.size_bytes()
+        self.image.with(Image::size_bytes)
     }
 
     /// Counters so far.
@@ -383,14 +393,14 @@ impl Disk {
         let range = (offset, target.len() as u64);
         let attempt = async || match with_prefetch {
             true => self.prefetched(&permit, offset, target.duplicate()).await,
-            false => self.image.read_to(offset, target.duplicate()).await,
+            false => self.image.get().read_to(offset, target.duplicate()).await,
         };
         self.run_until_done(DiskOperation::Read, range, &permit, attempt).await
     }
 
     /// True if its image may support zero copy: see [`Disk::read_registered`].
     pub fn supports_registered(&self) -> bool {
-        self.image.takes_registered()
+        self.image.with(Image::takes_registered)
     }
 
     /// As [`Disk::read_to`], into the registered buffer of a ublk request. Zero copy, unless data
@@ -432,8 +442,8 @@ impl Disk {
         }
         let range = (offset, buffer.bytes() as u64);
         let attempt = async || {
-            let _change = self.begin_change(range.0, range.1).await;
-            let writing = self.image.write_registered(offset, buffer, durability);
+            let (_change, image) = self.begin_change(range.0, range.1).await;
+            let writing = image.write_registered(offset, buffer, durability);
             self.prefetch.change(range.0, range.1, writing).await
         };
         if self.may_wait() {
@@ -449,7 +459,7 @@ impl Disk {
             && !self.prefetch.is_on()
             && !self.copy_before_write.is_active()
             && self.detect_zeroes == DetectZeroes::Off
-            && self.image.is_instant()
+            && self.image.with(Image::is_instant)
     }
 
     /// As [`Disk::admit`], for a batch of requests, without waiting. Calls `on_decision` for each
@@ -475,7 +485,7 @@ impl Disk {
     /// As [`Disk::read_to`], synchronously; `None` if the disk is not [instant](Disk::is_instant).
     pub fn read_now(&self, permit: &AdmissionPermit, offset: u64, into: &[GuestBytes]) -> Option<Result<()>> {
         let length = into.iter().map(GuestBytes::bytes).sum::<usize>() as u64;
-        let result = self.image.read_now(offset, into)?;
+        let result = self.image.with(|image| image.read_now(offset, into))?;
         Some(self.finish_once(DiskOperation::Read, (offset, length), permit, result))
     }
 
@@ -487,11 +497,12 @@ impl Disk {
         from: &[GuestBytes],
     ) -> Option<Result<()>> {
         let length = from.iter().map(GuestBytes::bytes).sum::<usize>() as u64;
-        // Another thread may have begun a point in time since `is_instant` returned true.
+        // Another thread may have begun a point in time, or switched the image, since `is_instant`
+        // returned true.
         let _change = self.copy_before_write.try_enter()?;
         // The change begins before the write and ends after it, so that no reader caches old data.
         let change = self.prefetch.begin_change(offset, length);
-        let result = self.image.write_now(offset, from);
+        let result = self.image.with(|image| image.write_now(offset, from));
         self.prefetch.end_change(change);
         Some(self.finish_once(DiskOperation::Write, (offset, length), permit, result?))
     }
@@ -508,13 +519,13 @@ impl Disk {
 
     /// True if [`Disk::will_need`] has an effect.
     pub fn can_read_ahead(&self) -> bool {
-        self.image.can_read_ahead()
+        self.image.with(Image::can_read_ahead)
     }
 
     /// Hints that `length` bytes at `offset` will be read soon; the storage may read them ahead.
     pub async fn will_need(&self, _: AdmissionPermit, offset: u64, length: u64) {
         let Ok(_guard) = self.enter().await else { return };
-        self.image.advise_willneed(offset, length).await;
+        self.image.get().advise_willneed(offset, length).await;
     }
 
     /// Writes `data` at `offset`.
@@ -534,16 +545,16 @@ impl Disk {
             return Box::pin(self.write_detected_zeroes(&permit, (offset, length), durability)).await;
         }
         if !self.may_wait() {
-            let _change = self.begin_change(offset, length).await;
+            let (_change, image) = self.begin_change(offset, length).await;
             let change = self.prefetch.begin_change(offset, length);
-            let result = self.image.write(offset, data, durability).await;
+            let result = image.write(offset, data, durability).await;
             self.prefetch.end_change(change);
             return self.finish_once(DiskOperation::Write, (offset, length), &permit, result);
         }
         // `data` is duplicated, so that the write can be repeated after the disk is resumed.
         let write = async || {
-            let _change = self.begin_change(offset, length).await;
-            let writing = self.image.write(offset, data.duplicate(), durability);
+            let (_change, image) = self.begin_change(offset, length).await;
+            let writing = image.write(offset, data.duplicate(), durability);
             self.prefetch.change(offset, length, writing).await
         };
         Box::pin(self.run_until_done(DiskOperation::Write, (offset, length), &permit, write)).await
@@ -573,13 +584,13 @@ impl Disk {
             lengths: None,
             _in_flight: None,
         };
-        let flush = async || self.image.flush().await;
+        let flush = async || self.image.get().flush().await;
         self.run_until_done(DiskOperation::Flush, (0, 0), &permit, flush).await
     }
 
     /// See [`Image::has_volatile_writes`].
     pub fn has_volatile_writes(&self) -> bool {
-        self.image.has_volatile_writes()
+        self.image.with(Image::has_volatile_writes)
     }
 
     /// Makes `length` bytes at `offset` read as zeroes.
@@ -616,8 +627,8 @@ impl Disk {
                 return Ok(());
             }
             // A discard is a hint: not executed if its old data cannot be kept.
-            let Some(_change) = self.begin_discard(offset, length).await else { return Ok(()) };
-            self.prefetch.change(offset, length, self.image.discard(offset, length)).await
+            let Some((_change, image)) = self.begin_discard(offset, length).await else { return Ok(()) };
+            self.prefetch.change(offset, length, image.discard(offset, length)).await
         };
         self.run_until_done(DiskOperation::Discard, (offset, length), &permit, discard).await?;
         // Storage has no durable discard: a flush follows instead.
@@ -632,7 +643,7 @@ impl Disk {
     /// since only metadata is read.
     pub async fn block_status(&self, _: &AdmissionPermit, offset: u64, length: u64) -> Result<Vec<Extent>> {
         let _guard = self.enter().await?;
-        self.image.block_status(offset, length).await
+        self.image.get().block_status(offset, length).await
     }
 
     /// Depth in the backing chain at which a range is allocated: see [`Image::allocation_depth`].
@@ -644,7 +655,7 @@ impl Disk {
         length: u64,
     ) -> Result<Vec<ChainDepthRun>> {
         let _guard = self.enter().await?;
-        self.image.allocation_depth(offset, length).await
+        self.image.get().allocation_depth(offset, length).await
     }
 
     /// Closes the disk: stops reading ahead, and writes the format's cached metadata. Must be the
@@ -655,7 +666,7 @@ impl Disk {
         if self.is_released() {
             return Ok(());
         }
-        self.image.close().await
+        self.image.shared().close().await
     }
 
     /// Attempts a request until its result can be returned, and counts it.
@@ -670,7 +681,7 @@ impl Disk {
         let request = self.request(operation, range, permit);
         // A retry does not recover writes that the page cache has lost: the client must see the
         // error.
-        let may_hold = || !self.image.storage().has_lost_writes();
+        let may_hold = || !self.image.with(|image| image.storage().has_lost_writes());
         let result = self.failures.run_until_done(request, may_hold, attempt).await;
         self.record(&request, permit, result.is_err());
         let result = result?;
@@ -770,6 +781,6 @@ impl Disk {
     }
 
     fn check_writable(&self) -> Result<()> {
-        if self.image.is_read_only() { Err(Error::NOT_PERMITTED) } else { Ok(()) }
+        if self.image.with(Image::is_read_only) { Err(Error::NOT_PERMITTED) } else { Ok(()) }
     }
 }

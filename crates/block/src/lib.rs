@@ -22,6 +22,7 @@
 
 #![forbid(unsafe_code)]
 
+mod current_image;
 pub mod device;
 pub mod disk;
 pub mod layer;

@@ -180,7 +180,7 @@ async fn own_devices(registry: &Registry) -> Vec<String> {
 /// Fails if the target is read-only, shares storage with the disk, or is one of these devices.
 fn check_target(disk: &Disk, image: &Image, own_devices: &[String], shown: &str) -> anyhow::Result<()> {
     ensure!(!image.is_read_only(), "{shown}: it is read-only (use a target that can be written)");
-    let (own, keys) = (storage_keys(disk.image()), storage_keys(image));
+    let (own, keys) = (storage_keys(&disk.image()), storage_keys(image));
     let is_own_image = keys.iter().any(|key| own.contains(key));
     ensure!(
         !is_own_image,

@@ -21,12 +21,13 @@ pub(crate) async fn find_bitmaps(
     }
     let mut views = Vec::with_capacity(names.len());
     for name in names {
-        if let Image::Raw(_) = running.disk.image() {
+        let image = running.disk.image();
+        if let Image::Raw(_) = &*image {
             anyhow::bail!(
                 "bitmap {name:?}: the image is raw, and only qcow2 images have bitmaps (leave it out)"
             );
         }
-        let view = find_topmost(running.disk.image(), name).await;
+        let view = find_topmost(&image, name).await;
         let disk = running.disk.name();
         views.push(
             view.map_err(|error| anyhow::anyhow!("disk {disk}: {error} (`weir image info` lists them)"))?,

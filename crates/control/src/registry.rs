@@ -328,7 +328,8 @@ impl Registry {
         let failures = watch_failures(Rc::downgrade(self), name.clone(), Arc::clone(disk.disk.failures()));
         let sizes = watch_size(Rc::downgrade(self), name.clone(), Arc::clone(disk.disk.resized()));
         let mut watches = vec![reactor::spawn_joinable(failures), reactor::spawn_joinable(sizes)];
-        let storage = disk.disk.image().storage();
+        let image = disk.disk.image();
+        let storage = image.storage();
         if let Some(notifier) = storage.resize_notifier() {
             let (notifier, every) = (Arc::clone(notifier), storage.poll_interval());
             let changes = watch_image_changes(Rc::downgrade(self), name.clone(), notifier, every);

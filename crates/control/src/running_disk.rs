@@ -100,7 +100,7 @@ impl RunningDisk {
 
     /// True if the key applies to this image: keys of qcow2 do not apply to raw images.
     pub(crate) fn has_key(&self, name: &str) -> bool {
-        let is_raw = matches!(self.disk.image(), image::Image::Raw(_));
+        let is_raw = matches!(&*self.disk.image(), image::Image::Raw(_));
         !is_raw || DiskConfig::key(name).is_none_or(|key| key.heading != "qcow2")
     }
 

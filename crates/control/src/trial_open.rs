@@ -44,7 +44,7 @@ impl TrialFiles {
             // Images with handover are locked only while a guest runs.
             if !disk.has_handover() {
                 let written = !disk.image().is_read_only();
-                let disk_files = image_files(disk.name(), disk.image(), written);
+                let disk_files = image_files(disk.name(), &disk.image(), written);
                 files.0.extend(disk_files.into_iter().map(|(file, _)| file));
             }
         }

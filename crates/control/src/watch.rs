@@ -196,7 +196,8 @@ impl EventWatch {
     fn report_unanswered(&mut self, registry: &Registry) -> bool {
         let mut before = std::mem::take(&mut self.unanswered);
         for running in registry.disks.all() {
-            let storage = running.disk.image().storage();
+            let image = running.disk.image();
+            let storage = image.storage();
             // Only storage at a server or in a Ceph cluster tracks the age of its requests.
             let Some(age) = storage.oldest_request().filter(|_| storage.is_remote()) else { continue };
             let name = running.disk.name().to_string();

@@ -240,9 +240,10 @@ fn recording(running: &RunningRecording) -> Option<RecordingFigures> {
 
 fn disk(registry: &Registry, running: &RunningDisk) -> DiskFigures {
     let disk = &running.disk;
-    let (member, storage) = (disk.throttle(), disk.image().storage());
+    let (member, image) = (disk.throttle(), disk.image());
+    let storage = image.storage();
     let DiskSettings { limits: configured_limits, share, watermark, latency, quota } = member.settings();
-    let caches = match disk.image() {
+    let caches = match &*image {
         Image::Qcow2(qcow2) => Some((qcow2.cache_statistics(), qcow2.refcount_statistics())),
         Image::Raw(_) => None,
     };
@@ -250,14 +251,14 @@ fn disk(registry: &Registry, running: &RunningDisk) -> DiskFigures {
     let reads_ahead = disk.prefetch().settings().mode != prefetch::PrefetchMode::Off;
     DiskFigures {
         name: Arc::clone(disk.name()),
-        format: disk.image().format().name(),
+        format: image.format().name(),
         cache: running.config.cache.name(),
         group: member.group().map(|group| group.name().to_owned()).unwrap_or_default(),
         size_bytes: disk.size_bytes(),
         totals: disk.totals(),
         errors: disk.failures().errors(),
         is_stopped: disk.failures().stopped_by().is_some(),
-        backing_changed: disk.image().has_changed_below(),
+        backing_changed: image.has_changed_below(),
         // Reported for remote storage only.
         oldest_request: storage.is_remote().then(|| storage.oldest_request().unwrap_or_default()),
         remote: storage.remote_status(),

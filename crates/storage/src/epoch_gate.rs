@@ -177,6 +177,13 @@ impl EpochGate {
     }
 }
 
+impl ExclusiveGuard<'_> {
+    /// True if it is a guard of this gate.
+    pub fn is_of(&self, gate: &EpochGate) -> bool {
+        std::ptr::eq(self.gate, gate)
+    }
+}
+
 struct DrainWaiter<'a>(&'a EpochGate);
 
 impl Drop for DrainWaiter<'_> {

@@ -41,7 +41,8 @@ impl SharedDevice {
         if let Some(device) = device {
             return Self::Local(device.id());
         }
-        let storage = disk.image().storage();
+        let image = disk.image();
+        let storage = image.storage();
         match underlying_device(storage) {
             UnderlyingDevice::File(number) => Self::FileSystem(DeviceNumber::unpack(number)),
             UnderlyingDevice::Imitated(budget) => Self::Local(DeviceId::Imitated(Arc::as_ptr(budget).addr())),

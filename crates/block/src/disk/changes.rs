@@ -14,11 +14,14 @@ use std::{ops::Range, sync::Arc};
 use policy::{request::Direction, time::Duration};
 
 use super::{AdmissionPermit, Disk};
-use crate::layer::{
-    copy_before_write::{ChangeKind, OldData, PointFailure, PointInTime, PointOptions, Saved},
-    throttle::BackgroundMember,
+use crate::{
+    current_image::ImageHandle,
+    layer::{
+        copy_before_write::{ChangeKind, OldData, PointFailure, PointInTime, PointOptions, Saved},
+        throttle::BackgroundMember,
+    },
+    recorder::DiskOperation,
 };
-use crate::recorder::DiskOperation;
 use reactor::error::{Error, Result};
 use storage::{
     Extent,
@@ -28,9 +31,13 @@ use storage::{
 /// Timeout of [`Disk::begin_point_in_time`]: clients' changes wait for as long.
 const QUIESCE_TIMEOUT: Duration = Duration::from_secs(5);
 
+/// A change in flight, and the image that it must be made in. The gate is closed while the image is
+/// switched, so the image is the current one until the guard is dropped.
+pub(super) type ImageChange<'a> = (RequestGuard<'a>, Arc<ImageHandle>);
+
 /// Guard of a disk without changes in flight. Changes wait until it is dropped.
 #[derive(Debug)]
-pub struct QuiescedDisk<'a>(ExclusiveGuard<'a>);
+pub struct QuiescedDisk<'a>(pub(super) ExclusiveGuard<'a>);
 
 /// A point in time of a disk, which [ends](DiskPoint::end) when it is dropped at the latest.
 #[derive(Debug)]
@@ -68,12 +75,12 @@ impl Disk {
         // for the gate.
         let _guard = self.enter().await.map_err(|_| PointFailure::Released)?;
         self.copy_before_write.check()?;
-        let create = || PointInTime::new(&self.image, Arc::clone(&member), &self.memory, options);
+        let create = || PointInTime::new(&self.image(), Arc::clone(&member), &self.memory, options);
         let mut point = create()?;
         let not_quiet = |_| PointFailure::NotQuiet { timeout_s: QUIESCE_TIMEOUT.as_secs() };
         let quiesced = self.quiesce(QUIESCE_TIMEOUT).await.map_err(not_quiet)?;
-        if point.size_bytes() != self.size_bytes() {
-            // Resized since. The memory of the first one is free for the second one.
+        if point.size_bytes() != self.size_bytes() || !point.is_of(&self.image()) {
+            // Resized or switched since. The memory of the first one is free for the second one.
             drop(point);
             point = create()?;
         }
@@ -93,35 +100,43 @@ impl Disk {
         AdmissionPermit { requests: 1, cancel_token: None, times: None, lengths: None, _in_flight: None }
     }
 
-    /// Begins a write of `length` bytes at `offset`, which ends when the guard is dropped. Saves
-    /// their old data first if there is a point in time.
-    pub(super) async fn begin_change(&self, offset: u64, length: u64) -> RequestGuard<'_> {
+    /// Begins a write of `length` bytes at `offset` of the returned image, which ends when the
+    /// guard is dropped. Saves their old data first if there is a point in time.
+    pub(super) async fn begin_change(&self, offset: u64, length: u64) -> ImageChange<'_> {
         self.begin_change_of(ChangeKind::Write, offset, length).await
     }
 
     /// As [`Disk::begin_change`], for a change that replaces any amount of data by zeroes or
     /// removes it.
-    pub(super) async fn begin_removal(&self, offset: u64, length: u64) -> RequestGuard<'_> {
+    pub(super) async fn begin_removal(&self, offset: u64, length: u64) -> ImageChange<'_> {
         self.begin_change_of(ChangeKind::Removal, offset, length).await
     }
 
-    async fn begin_change_of(&self, kind: ChangeKind, offset: u64, length: u64) -> RequestGuard<'_> {
-        match self.copy_before_write.try_enter() {
+    async fn begin_change_of(&self, kind: ChangeKind, offset: u64, length: u64) -> ImageChange<'_> {
+        let guard = match self.copy_before_write.try_enter() {
             Some(guard) => guard,
             // Boxed: the unusual path must not enlarge the future of every change.
             None => Box::pin(self.save_and_enter(offset..offset.saturating_add(length), kind)).await.0,
-        }
+        };
+        // Inside the gate, which is closed while the image is switched.
+        (guard, self.image.get())
+    }
+
+    /// As [`Disk::begin_change`], for a change of the allocation that leaves the content as it is.
+    pub(super) async fn begin_allocation(&self) -> ImageChange<'_> {
+        let (guard, _) = self.copy_before_write.enter().await;
+        (guard, self.image.get())
     }
 
     /// As [`Disk::begin_change`], for a discard. `None` if it must not be executed, because the
     /// buffer has no room for the old data, or too little of it is left for writes.
-    pub(super) async fn begin_discard(&self, offset: u64, length: u64) -> Option<RequestGuard<'_>> {
+    pub(super) async fn begin_discard(&self, offset: u64, length: u64) -> Option<ImageChange<'_>> {
         if let Some(guard) = self.copy_before_write.try_enter() {
-            return Some(guard);
+            return Some((guard, self.image.get()));
         }
         let range = offset..offset.saturating_add(length);
         let (guard, saved) = Box::pin(self.save_and_enter(range, ChangeKind::Discard)).await;
-        (saved == Saved::Proceed).then_some(guard)
+        (saved == Saved::Proceed).then(|| (guard, self.image.get()))
     }
 
     async fn save_and_enter(&self, range: Range<u64>, kind: ChangeKind) -> (RequestGuard<'_>, Saved) {

@@ -12,7 +12,7 @@
 //! request reaches it: a request without a holder fails, and closing writes nothing.
 
 use std::sync::{
-    Arc, Mutex, PoisonError,
+    Mutex, PoisonError,
     atomic::{AtomicBool, Ordering::SeqCst},
 };
 
@@ -20,6 +20,7 @@ use policy::time::{Duration, Instant};
 
 use super::Disk;
 use crate::layer::copy_before_write::PointFailure;
+use image::Image;
 use reactor::error::{Error, Result};
 use storage::{OpenError, RangeGuard, RangeLocks};
 
@@ -99,7 +100,8 @@ impl Disk {
                 let _drained = handover.in_flight.exclusive(0..1).await;
                 // Declared as a change of the whole disk, so that prefetched data from before is
                 // discarded.
-                let result = self.prefetch.change(0, u64::MAX, self.image.take_over(&[])).await;
+                let image = self.image();
+                let result = self.prefetch.change(0, u64::MAX, image.take_over(&[])).await;
                 // Another process may have resized the image.
                 self.follow_size();
                 handover.held.store(result.is_ok(), SeqCst);
@@ -128,7 +130,7 @@ impl Disk {
             let waited: Duration = reactor::now() - began;
             // On a blocking thread: locking makes system calls on the file. The attempt after the
             // timeout is the last: it returns an error instead of false.
-            let (image, last) = (Arc::clone(&self.image), waited >= timeout);
+            let (image, last) = (self.image(), waited >= timeout);
             if reactor::run_blocking(move || image.take_locks(last)).await? {
                 return Ok(());
             }
@@ -163,7 +165,7 @@ impl Disk {
         // One may have begun before the image was drained.
         self.fail_point_in_time(PointFailure::HandedOver);
         // Written before the locks are released, or the next process would read stale metadata.
-        if let Err(error) = self.image.hand_over().await {
+        if let Err(error) = self.image().hand_over().await {
             tracing::error!(
                 disk = %self.name, %error,
                 "the image stays locked, so other processes cannot open it: its pending changes \
@@ -204,10 +206,10 @@ impl Disk {
     async fn release_locks(&self) {
         // Operations of cancelled requests may still be in flight. They end soon, without
         // notification.
-        while self.image.is_busy() {
+        while self.image.with(Image::is_busy) {
             reactor::sleep_until(reactor::now() + RETRY_INTERVAL).await;
         }
-        let image = Arc::clone(&self.image);
+        let image = self.image();
         reactor::run_blocking(move || image.release_locks()).await;
     }
 

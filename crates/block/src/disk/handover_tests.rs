@@ -223,7 +223,8 @@ fn bitmaps_pass_between_processes() {
         let disks = [disk(&path, ImageFormat::Qcow2).await, disk(&path, ImageFormat::Qcow2).await];
         let mut views = Vec::new();
         for disk in &disks {
-            let Image::Qcow2(qcow2) = disk.image() else { panic!("it is") };
+            let image = disk.image();
+            let Image::Qcow2(qcow2) = &*image else { panic!("it is") };
             views.push(qcow2.view_bitmap("b").await.expect("readable in either process"));
         }
         for round in 0..6_u64 {

@@ -11,10 +11,10 @@ impl Disk {
     pub async fn resize(&self, size_bytes: u64) -> std::result::Result<(), ResizeError> {
         let _guard = self.enter().await?;
         // A shrink changes everything beyond the new end.
-        let _change = self.begin_removal(size_bytes, u64::MAX).await;
+        let (_change, image) = self.begin_removal(size_bytes, u64::MAX).await;
         let old = self.size_bytes();
         // Invalidates everything: the image may have been truncated from outside too, unnoticed.
-        self.prefetch.change(0, u64::MAX, self.image.resize(size_bytes)).await?;
+        self.prefetch.change(0, u64::MAX, image.resize(size_bytes)).await?;
         self.follow_size();
         if size_bytes != old {
             self.resized.notify(usize::MAX);
@@ -43,7 +43,8 @@ impl Disk {
     pub async fn reserve(&self, _: AdmissionPermit, offset: u64, length: u64) -> Result<()> {
         self.check_writable()?;
         let _guard = self.enter().await?;
-        self.image.reserve(offset, length).await
+        let (_change, image) = self.begin_allocation().await;
+        image.reserve(offset, length).await
     }
 
     /// Checks whether the image was resized from outside; returns its size in bytes.
@@ -52,7 +53,7 @@ impl Disk {
     /// The storage does not report its size.
     pub async fn refresh_size(&self) -> Result<u64> {
         let old_size = self.size_bytes();
-        let size_bytes = self.image.refresh_size().await?;
+        let size_bytes = self.image.get().refresh_size().await?;
         self.compare_size(old_size, size_bytes);
         Ok(size_bytes)
     }
@@ -63,7 +64,7 @@ impl Disk {
     /// The size cannot be read.
     pub async fn poll_size(&self) -> Result<u64> {
         let old_size = self.size_bytes();
-        let size_bytes = self.image.probe_size().await?;
+        let size_bytes = self.image.get().probe_size().await?;
         self.notify_size(old_size, size_bytes);
         Ok(size_bytes)
     }

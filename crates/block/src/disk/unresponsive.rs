@@ -36,7 +36,7 @@ impl Disk {
     /// Waits until a file system below the disk has not answered for ten seconds. Then fails the
     /// requests that wait for the files of the disk, and all later ones, with [`Error::TIMED_OUT`].
     pub async fn abandon_when_unresponsive(&self) {
-        while self.image.request_within(RESPONSE_TIMEOUT).await.is_ok() {
+        while self.responds_within(RESPONSE_TIMEOUT).await {
             reactor::sleep_until(reactor::now() + CHECK_INTERVAL).await;
         }
         let timeout_s = RESPONSE_TIMEOUT.as_secs();
@@ -44,7 +44,18 @@ impl Disk {
             disk = %self.name, timeout_s,
             "the file system does not answer: the disk is abandoned"
         );
-        self.image.abandon();
+        self.image.in_use().iter().for_each(|image| image.abandon());
+    }
+
+    /// True if all files have answered, also those of an image that was replaced and still has
+    /// requests.
+    async fn responds_within(&self, timeout: Duration) -> bool {
+        for image in self.image.in_use() {
+            if image.request_within(timeout).await.is_err() {
+                return false;
+            }
+        }
+        true
     }
 
     /// Runs `work`. Abandons the disk if a file system below it stops answering, so that `work`
@@ -68,7 +79,7 @@ impl Disk {
 
     /// Returns the notification that the disk's files are closed, which follows its last use.
     pub fn closed(&self) -> FilesClosed {
-        FilesClosed(self.image.closed())
+        FilesClosed(self.image.in_use().iter().flat_map(|image| image.closed()).collect())
     }
 
     /// Reads the size again, as [`Disk::refresh_size`] does, but waits for the file system for at

@@ -18,6 +18,7 @@ use policy::time::Duration;
 
 use super::Disk;
 use crate::layer::copy_before_write::PointFailure;
+use image::Image;
 use reactor::error::Error;
 use storage::{OpenError, PassedFile};
 
@@ -64,21 +65,22 @@ impl Disk {
     /// # Errors
     /// [`UpgradeRefusal`].
     pub fn check_upgrade(&self) -> Result<(), UpgradeRefusal> {
-        if self.image.storage().is_memory() {
+        let image = self.image();
+        if image.storage().is_memory() {
             return Err(UpgradeRefusal::Memory);
         }
         if self.has_point_in_time() {
             return Err(UpgradeRefusal::PointInTime);
         }
         // The new process must read what this process has written to a server.
-        let mut remote = self.image.files().filter(|storage| storage.remote_status().is_some());
-        if !self.image.is_read_only() && remote.any(|storage| !storage.has_shared_flushes()) {
+        let mut remote = image.files().filter(|storage| storage.remote_status().is_some());
+        if !image.is_read_only() && remote.any(|storage| !storage.has_shared_flushes()) {
             return Err(UpgradeRefusal::Remote);
         }
         if self.failures.stopped_by().is_some() {
             return Err(UpgradeRefusal::Stopped);
         }
-        if self.image.storage().has_lost_writes() || self.is_blocklisted() {
+        if image.storage().has_lost_writes() || self.is_blocklisted() {
             return Err(UpgradeRefusal::Broken);
         }
         Ok(())
@@ -90,24 +92,24 @@ impl Disk {
     /// # Errors
     /// The process has too many open files.
     pub fn duplicate_descriptors(&self) -> io::Result<Vec<PassedFile>> {
-        self.image.descriptors()
+        self.image.with(Image::descriptors)
     }
 
     /// True if another process had the disk's files open before; then [`Disk::resume`] must precede
     /// the first request.
     pub fn is_passed(&self) -> bool {
-        self.image.is_passed()
+        self.image.with(Image::is_passed)
     }
 
     /// True if another process may still resume the disk: this process must not write, flush or
     /// close it.
     pub fn may_be_resumed_elsewhere(&self) -> bool {
-        self.image.is_locked_elsewhere()
+        self.image.with(Image::is_locked_elsewhere)
     }
 
     /// True if a Ceph cluster has blocklisted this process, which is permanent.
     pub fn is_blocklisted(&self) -> bool {
-        self.image.is_blocklisted()
+        self.image.with(Image::is_blocklisted)
     }
 
     /// Blocklists clients that still have the disk's RBD image open for writing, by the client
@@ -116,7 +118,7 @@ impl Disk {
     /// # Errors
     /// As reported by the cluster.
     pub async fn blocklist(&self, clients: &[u64]) -> Result<(), Error> {
-        self.image.blocklist(clients).await
+        self.image().blocklist(clients).await
     }
 
     /// Closes the RBD images that this process has open, after another process has continued the
@@ -124,7 +126,7 @@ impl Disk {
     /// [`CLOSE_TIMEOUT`].
     pub async fn close_own(&self) {
         // The new process continues in any case, so the result is ignored.
-        let _ = reactor::timeout(CLOSE_TIMEOUT, self.image.close_local_handles()).await;
+        let _ = reactor::timeout(CLOSE_TIMEOUT, self.image().close_local_handles()).await;
     }
 
     /// Writes cached metadata, and flushes to servers and clusters, while the disk is still in use,
@@ -133,14 +135,15 @@ impl Disk {
     /// # Errors
     /// The image's error; [`Error::TIMED_OUT`].
     pub async fn preflush(&self) -> Result<(), Error> {
+        let image = self.image();
         let written = async {
             // The second flush is short: it covers only writes that arrived during the first.
             for _ in 0..2 {
-                if let image::Image::Qcow2(qcow2) = &*self.image {
+                if let Image::Qcow2(qcow2) = &*image {
                     qcow2.flush().await?;
                 }
-                if !self.image.is_read_only() {
-                    self.image.flush_servers().await?;
+                if !image.is_read_only() {
+                    image.flush_servers().await?;
                 }
             }
             Ok(())
@@ -164,19 +167,20 @@ impl Disk {
             self.prefetch.stop().await;
             // Operations of cancelled requests may still be in flight. They end soon, without
             // notification.
-            while self.image.is_busy() {
+            while self.image.with(Image::is_busy) {
                 reactor::sleep_until(reactor::now() + POLL_INTERVAL).await;
             }
         };
         reactor::timeout(QUIESCE_TIMEOUT, is_quiet).await.map_err(|_| Error::TIMED_OUT)?;
-        if self.image.is_read_only() {
+        let image = self.image();
+        if image.is_read_only() {
             return Ok(());
         }
         // Metadata first: flushing servers and leaving clusters must cover it.
-        self.image.write_metadata_for_handover().await?;
+        image.write_metadata_for_handover().await?;
         let remote = async {
-            self.image.flush_servers().await?;
-            self.image.suspend_clusters().await
+            image.flush_servers().await?;
+            image.suspend_clusters().await
         };
         reactor::timeout(QUIESCE_TIMEOUT, remote).await.unwrap_or(Err(Error::TIMED_OUT))
     }
@@ -191,12 +195,13 @@ impl Disk {
     /// # Errors
     /// [`OpenError`]: the disk must not be used.
     pub async fn resume(&self, new_clients: &[u64]) -> Result<(), OpenError> {
-        if !self.image.is_read_only() {
+        let image = self.image();
+        if !image.is_read_only() {
             let old_size = self.size_bytes();
-            self.image.take_over(new_clients).await?;
+            image.take_over(new_clients).await?;
             self.follow_size();
             // Another client may have resized the image in between.
-            if self.image.storage().is_in_cluster() {
+            if image.storage().is_in_cluster() {
                 self.notify_size(old_size, self.size_bytes());
             }
         }

@@ -86,6 +86,11 @@ impl CopyBeforeWrite {
         self.gate.close().await
     }
 
+    /// True if the guard is of this gate, so that no change is in flight.
+    pub(crate) fn is_closed_by(&self, guard: &ExclusiveGuard<'_>) -> bool {
+        guard.is_of(&self.gate)
+    }
+
     /// The point in time.
     pub(crate) fn current(&self) -> Option<Arc<PointInTime>> {
         self.lock().point.clone()

@@ -48,6 +48,7 @@ use self::{
     chunk::PrefetchChunk,
     fetch::{FetchCounter, fetch},
 };
+use crate::current_image::CurrentImage;
 use image::Image;
 use reactor::{
     buffer::{ReadTarget, Segments},
@@ -65,7 +66,7 @@ pub struct Prefetch {
 /// State shared by the disk and its read-aheads.
 #[derive(Debug)]
 struct PrefetchShared {
-    image: Arc<Image>,
+    image: Arc<CurrentImage>,
     state: Mutex<PrefetchState>,
     /// True if the cache is on; if it is off, reads skip the lock.
     is_on: AtomicBool,
@@ -83,8 +84,8 @@ struct PrefetchState {
 }
 
 impl Prefetch {
-    /// Creates the cache of a disk with this image; off until it is [set](Prefetch::set).
-    pub(crate) fn new(image: &Arc<Image>) -> Self {
+    /// Creates the cache of a disk with this image, which may be replaced; off until it is [set](Prefetch::set).
+    pub(crate) fn new(image: &Arc<CurrentImage>) -> Self {
         let settings = PrefetchConfig::off();
         let cache = PrefetchCache::default();
         let state = Mutex::new(PrefetchState { cache, settings, stopped: false });
@@ -104,18 +105,22 @@ impl Prefetch {
     /// # Errors
     /// [`InvalidPrefetchSettings`]: nothing is changed.
     pub fn set(&self, settings: PrefetchConfig) -> std::result::Result<(), InvalidPrefetchSettings> {
-        let mut in_force = settings;
-        if settings.mode == PrefetchMode::Auto && !can_help(&self.shared.image) {
-            in_force.mode = PrefetchMode::Off;
-        }
+        let can_help = self.shared.image.with(can_help);
         self.shared.with_state(|state| {
-            if state.stopped {
-                in_force.mode = PrefetchMode::Off;
-            }
-            self.shared.apply_settings(state, in_force)?;
+            self.shared.apply_settings(state, state.in_force(settings, can_help))?;
             state.settings = settings;
             Ok(())
         })
+    }
+
+    /// Puts the settings in force for an image that has replaced another one with the same content:
+    /// [`PrefetchMode::Auto`] depends on the image. Cached data stays valid.
+    pub(crate) fn follow_image(&self) {
+        let can_help = self.shared.image.with(can_help);
+        self.shared.with_state(|state| {
+            let in_force = state.in_force(state.settings, can_help);
+            self.shared.apply_settings(state, in_force).expect("they were valid before");
+        });
     }
 
     /// True if the cache is on.
@@ -147,8 +152,9 @@ impl Prefetch {
         requests: u64,
         may: impl FnOnce(&ReadAhead, SpareRefund) -> bool,
     ) -> Result<Segments> {
-        let image = &self.shared.image;
-        let (found, read_ahead) = self.look_up(offset, target.len(), requests, may);
+        let image = self.shared.image.get();
+        let range = offset..offset.saturating_add(target.len() as u64);
+        let (found, read_ahead) = self.look_up(&image, range, requests, may);
         match found {
             CacheLookup::Nothing if read_ahead.is_none() => image.read_to(offset, target).await,
             // Boxed and separate, so that the unusual path does not enlarge the future of every
@@ -166,7 +172,8 @@ impl Prefetch {
                 }
             }
             CacheLookup::Parts(parts) => {
-                Box::pin(self.start_after(self.read_parts(offset, parts, target), read_ahead)).await
+                let reading = self.read_parts(&image, offset, parts, target);
+                Box::pin(self.start_after(reading, read_ahead)).await
             }
         }
     }
@@ -179,8 +186,9 @@ impl Prefetch {
         requests: u64,
         may: impl FnOnce(&ReadAhead, SpareRefund) -> bool,
     ) -> Result<()> {
-        let image = &self.shared.image;
-        let (found, read_ahead) = self.look_up(offset, buffer.bytes(), requests, may);
+        let image = self.shared.image.get();
+        let range = offset..offset.saturating_add(buffer.bytes() as u64);
+        let (found, read_ahead) = self.look_up(&image, range, requests, may);
         match found {
             CacheLookup::Nothing if read_ahead.is_none() => image.read_registered(offset, buffer).await,
             CacheLookup::Nothing => {
@@ -196,7 +204,7 @@ impl Prefetch {
                 }
             }
             CacheLookup::Parts(parts) => {
-                let reading = self.read_parts(offset, parts, ReadTarget::Anywhere(buffer.bytes()));
+                let reading = self.read_parts(&image, offset, parts, ReadTarget::Anywhere(buffer.bytes()));
                 buffer.copy_in_segments(&Box::pin(self.start_after(reading, read_ahead)).await?)
             }
         }
@@ -205,22 +213,20 @@ impl Prefetch {
     /// Looks a read up: the parts that are in memory, and the read-ahead that it causes.
     fn look_up(
         &self,
-        offset: u64,
-        length: usize,
+        image: &Image,
+        range: Range<u64>,
         requests: u64,
         may: impl FnOnce(&ReadAhead, SpareRefund) -> bool,
     ) -> (CacheLookup<Arc<PrefetchChunk>>, Option<ReadAhead>) {
-        let size_bytes = self.shared.image.size_bytes();
+        let size_bytes = image.size_bytes();
         // Exports validate ranges, but a disk has other callers, and the image returns the right
         // error.
-        let end = offset.checked_add(length as u64).filter(|&end| end <= size_bytes && length > 0);
+        let is_inside = !range.is_empty() && range.end <= size_bytes;
         // If a backing file was changed, reads of it must fail rather than return cached data.
-        let is_enabled = self.shared.is_on.load(Relaxed) && !self.shared.image.has_changed_below();
-        match end.filter(|_| is_enabled) {
-            Some(end) => {
-                self.shared.with_state(|state| state.cache.read(offset..end, requests, size_bytes, may))
-            }
-            None => (CacheLookup::Nothing, None),
+        let is_enabled = self.shared.is_on.load(Relaxed) && !image.has_changed_below();
+        match is_inside && is_enabled {
+            true => self.shared.with_state(|state| state.cache.read(range, requests, size_bytes, may)),
+            false => (CacheLookup::Nothing, None),
         }
     }
 
@@ -228,11 +234,11 @@ impl Prefetch {
     /// parts everything is read: one read of the image is faster than several in sequence.
     async fn read_parts(
         &self,
+        image: &Image,
         offset: u64,
         parts: Vec<CachePart<Arc<PrefetchChunk>>>,
         mut target: ReadTarget,
     ) -> Result<Segments> {
-        let image = &self.shared.image;
         if parts.iter().filter(|part| matches!(part, CachePart::Missing(_))).count() > 1 {
             return image.read_to(offset, target).await;
         }
@@ -328,6 +334,14 @@ impl Prefetch {
             let settings = state.settings;
             self.shared.apply_settings(state, settings).expect("they were in force before");
         });
+    }
+}
+
+impl PrefetchState {
+    /// Settings in force, for an image that a cache [can help](can_help) or not.
+    fn in_force(&self, settings: PrefetchConfig, can_help: bool) -> PrefetchConfig {
+        let is_off = self.stopped || settings.mode == PrefetchMode::Auto && !can_help;
+        PrefetchConfig { mode: if is_off { PrefetchMode::Off } else { settings.mode }, ..settings }
     }
 }
 

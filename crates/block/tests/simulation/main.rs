@@ -18,6 +18,7 @@
 //!   `weir simulate` uses.
 //! - `watermark`: limits that are lifted at low utilization, compared with the results of the
 //!   authors of the idea.
+//! - `switches`: as `disks`, with a disk that is switched to new overlays meanwhile.
 //! - `stress`: the shared parts of the throttle layer, on two real workers.
 //!
 //! `WEIR_SEED=n` runs one seed, `WEIR_SEEDS=n` the first n. A failure prints the command that
@@ -40,4 +41,5 @@ mod seeds;
 mod shares;
 mod spare;
 mod stress;
+mod switches;
 mod watermark;

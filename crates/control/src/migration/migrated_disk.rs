@@ -131,7 +131,8 @@ impl MigratedDisk {
 }
 
 fn check_migratable(running: &RunningDisk) -> anyhow::Result<()> {
-    let storage = running.disk.image().storage();
+    let image = running.disk.image();
+    let storage = image.storage();
     ensure!(
         !storage.is_memory(),
         "its data is in this process's memory (only storage that other hosts reach can be migrated)"

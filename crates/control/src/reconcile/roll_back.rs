@@ -130,7 +130,8 @@ pub(super) async fn apply_config(running: &RunningDisk, config: &DiskConfig) -> 
     let caches = config.qcow2.caches;
     running.disk.prefetch().set(config.prefetch)?;
     if caches != running.caches.get() {
-        let Image::Qcow2(qcow2) = running.disk.image() else {
+        let image = running.disk.image();
+        let Image::Qcow2(qcow2) = &*image else {
             bail!("cache sizes are for qcow2 images, and this one is raw (leave them out)");
         };
         qcow2.set_caches(caches).await.map_err(|error| anyhow!("{error}"))?;

@@ -52,7 +52,7 @@ impl Registry {
             image.layers().iter().flat_map(|layer| &layer.files).any(|file| *file.key == **locked)
         };
         let running = self.disks.all();
-        let listed = running.iter().find(|running| has_file(running.disk.image()));
+        let listed = running.iter().find(|running| has_file(&running.disk.image()));
         let listed = listed.map(|running| running.disk.name().to_string());
         let other =
             || candidates.into_iter().find(|(_, image)| has_file(image)).map(|(disk, _)| disk.to_owned());

@@ -259,6 +259,11 @@ impl PointInTime {
         self.lock().buffered_bytes
     }
 
+    /// True if it is a point in time of this image.
+    pub(crate) fn is_of(&self, image: &Arc<Image>) -> bool {
+        Arc::ptr_eq(&self.image, image)
+    }
+
     /// Ends it: later reads fail, and changes need not save anything.
     pub(crate) fn fail(&self, failure: PointFailure) {
         let mut state = self.lock();

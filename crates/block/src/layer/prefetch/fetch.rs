@@ -94,7 +94,9 @@ pub(super) fn fetch(
     let flight = FetchGuard::begin(Arc::clone(&shared));
     async move {
         // A guest's read of a hole costs nothing, so holes are not read ahead.
-        let Ok(pieces) = reactor::in_background(data_ranges(&shared.image, range)).await else { return };
+        let Ok(pieces) = reactor::in_background(data_ranges(&shared.image.get(), range)).await else {
+            return;
+        };
         for piece in pieces {
             let now = reactor::now();
             let fetches = shared
@@ -142,8 +144,8 @@ fn read_chunk(flight: FetchGuard, fetch: Fetch<Arc<PrefetchChunk>>) -> impl Futu
     let mut pending = PendingChunk { flight, id: Some(id), chunk: token };
     async move {
         let length = (range.end - range.start) as usize;
-        let reading = pending.flight.0.image.read(range.start, length);
-        let data = reactor::in_background(reading).await;
+        let image = pending.flight.0.image.get();
+        let data = reactor::in_background(image.read(range.start, length)).await;
         // Joined to one buffer, so that a chunk occupies the memory that it is charged for.
         pending.set_result(data.ok().map(|data| data.joined().freeze()));
     }

@@ -91,9 +91,9 @@ impl MaintenanceTask {
         }
     }
 
-    fn image(&self) -> &Qcow2Image {
-        match self.disk.image() {
-            Image::Qcow2(image) => image,
+    fn image(&self) -> Qcow2Image {
+        match &*self.disk.image() {
+            Image::Qcow2(image) => image.clone(),
             Image::Raw(_) => unreachable!("every image here is qcow2"),
         }
     }

@@ -87,7 +87,7 @@ async fn block_device_info(running: &RunningDisk) -> Value {
     }
     let cache = running.config.cache;
     let file = running.config.image.to_string();
-    let header = header(disk.image());
+    let header = header(&disk.image());
     let members = json!({
         "node-name": &**disk.name(),
         "drv": driver_name(running),
@@ -97,7 +97,7 @@ async fn block_device_info(running: &RunningDisk) -> Value {
         "encrypted": header.as_ref().is_some_and(|header| header.crypt != EncryptionMethod::None),
         "detect_zeroes": disk.detect_zeroes().name(),
         "write_threshold": 0,
-        "backing_file_depth": backing_depth(disk.image()),
+        "backing_file_depth": backing_depth(&disk.image()),
         "cache": {
             "writeback": cache.has_write_cache(),
             "direct": cache.is_direct(),
@@ -132,7 +132,7 @@ async fn image_info(running: &RunningDisk, file: &str) -> Value {
         "format": driver_name(running),
         "virtual-size": running.disk.size_bytes(),
     });
-    if let Some(header) = header(running.disk.image()) {
+    if let Some(header) = header(&running.disk.image()) {
         add_header_facts(&header, &mut info);
         if let (Some(path), Some(backing)) = (running.config.image.path(), &header.backing) {
             info["full-backing-filename"] = json!(referenced_path(path, &backing.name).display().to_string());
@@ -148,7 +148,7 @@ async fn image_info(running: &RunningDisk, file: &str) -> Value {
 /// Name of the driver: QEMU's name, or weir's own.
 fn driver_name(running: &RunningDisk) -> &'static str {
     match running.config.image.to_string().split(':').next() {
-        _ if matches!(running.disk.image(), Image::Qcow2(_)) => "qcow2",
+        _ if matches!(&*running.disk.image(), Image::Qcow2(_)) => "qcow2",
         _ if running.config.image.path().is_some() => "raw",
         _ if running.config.image.remote().is_some() => "nbd",
         Some("null") => "null-co",

@@ -125,7 +125,8 @@ impl SetSettings {
         let before = (disk.prefetch().settings(), running.caches.get());
         // The order is: steps that can fail and be undone first, error policies (infallible) last.
         disk.prefetch().set(prefetch).map_err(|invalid| of_disk(&invalid))?;
-        if let Some((qcow2, caches)) = caches {
+        if let Some((qcow2, caches)) = &caches {
+            let caches = *caches;
             qcow2.set_caches(caches).await.map_err(|error| of_disk(&error))?;
             running.caches.set(caches);
         }
@@ -142,7 +143,7 @@ impl SetSettings {
         }
         if changed.is_err() {
             disk.prefetch().set(before.0).expect("it was in force");
-            if let Some((qcow2, _)) = caches {
+            if let Some((qcow2, _)) = &caches {
                 qcow2.set_caches(before.1).await.map_err(|error| of_disk(&error))?;
                 running.caches.set(before.1);
             }
@@ -153,14 +154,11 @@ impl SetSettings {
         changed
     }
 
-    fn checked_caches<'a>(
-        &self,
-        running: &'a RunningDisk,
-    ) -> Result<Option<(&'a Qcow2Image, CacheSettings)>, QmpError> {
+    fn checked_caches(&self, running: &RunningDisk) -> Result<Option<(Qcow2Image, CacheSettings)>, QmpError> {
         if self.caches.is_empty() {
             return Ok(None);
         }
-        let qcow2 = caches::qcow2_image(running.disk.image(), &self.name)?;
+        let qcow2 = caches::qcow2_image(&running.disk.image(), &self.name)?.clone();
         let settings = self.caches.apply_to(running.caches.get());
         // Checked before anything changes.
         settings

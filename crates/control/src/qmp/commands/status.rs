@@ -108,9 +108,10 @@ fn nanoseconds(duration: policy::time::Duration) -> u64 {
 
 fn disk_status(registry: &Registry, running: &Rc<RunningDisk>) -> DiskStatus {
     let disk = &running.disk;
-    let (image, storage) = (disk.image(), disk.image().storage());
+    let image = disk.image();
+    let storage = image.storage();
     let totals = disk.totals();
-    let (l2_cache, refcount_cache) = match image {
+    let (l2_cache, refcount_cache) = match &*image {
         Image::Qcow2(qcow2) => Some(caches::status(qcow2)).unzip(),
         Image::Raw(_) => (None, None),
     };

@@ -1,0 +1,173 @@
+//! A disk in memory that is switched to an overlay or a copy.
+
+use policy::time::Duration;
+use policy::{prefetch::PrefetchConfig, prefetch::PrefetchMode, request::Direction, throttle::RequestCost};
+
+use super::*;
+use crate::layer::copy_before_write::PointOptions;
+use crate::layer::throttle::{BackgroundMember, BackgroundSettings};
+use image::{
+    Qcow2Image, RawImage,
+    qcow2::{
+        Qcow2Components,
+        create::{CreateOptions, create},
+        header::BackingReference,
+    },
+};
+use reactor::{buffer::IoBuffer, sim};
+use storage::{
+    Durability, Storage,
+    align::Align,
+    simulated::{Behaviour, SimulatedStorage},
+};
+
+const SIZE: usize = 1 << 20;
+
+async fn memory(byte: u8) -> Image {
+    Image::Raw(RawImage::new(Storage::with_content(&vec![byte; SIZE]).await))
+}
+
+fn disk(image: Image) -> Arc<Disk> {
+    Arc::new(Disk::new("disk", image, Default::default(), None).expect("no limits"))
+}
+
+/// An empty overlay over `below`.
+async fn overlay(below: Arc<Image>) -> Arc<Image> {
+    let backing = BackingReference { name: "base".into(), format: Some("raw".into()) };
+    let options =
+        CreateOptions { size_bytes: below.size_bytes(), backing: Some(backing), ..CreateOptions::default() };
+    let storage = Storage::with_content(&[]).await;
+    create(&storage, None, &options).await.expect("valid");
+    let components = Qcow2Components { backing: Some(below), ..Qcow2Components::of(storage) };
+    Arc::new(Image::Qcow2(Qcow2Image::open(components).await.expect("new")))
+}
+
+async fn quiesce(disk: &Disk) -> QuiescedDisk<'_> {
+    disk.quiesce(Duration::from_secs(10)).await.expect("changes complete")
+}
+
+async fn write(disk: &Disk, offset: u64, byte: u8) {
+    let permit = disk.admit(Direction::Write, RequestCost::one(4096)).await;
+    let data = IoBuffer::copy_of(&[byte; 4096]).into();
+    disk.write(permit, offset, data, Durability::Cached).await.expect("nothing fails");
+}
+
+async fn byte_at(disk: &Disk, offset: u64) -> u8 {
+    let permit = disk.admit(Direction::Read, RequestCost::one(1)).await;
+    disk.read(permit, offset, 1).await.expect("nothing fails").to_vec()[0]
+}
+
+#[test]
+fn writes_after_a_switch_go_to_the_overlay() {
+    sim::run(1, async {
+        let disk = disk(memory(7).await);
+        write(&disk, 0, 1).await;
+        let quiesced = quiesce(&disk).await;
+        disk.flush_quiesced(&quiesced).await.expect("memory");
+        let old = disk.switch_image(&quiesced, overlay(disk.image()).await);
+        drop(quiesced);
+        write(&disk, 4096, 2).await;
+        let found = [byte_at(&disk, 0).await, byte_at(&disk, 4096).await, byte_at(&disk, 8192).await];
+        assert_eq!(found, [1, 2, 7]);
+        let below = old.read(4096, 1).await.expect("memory").to_vec();
+        assert_eq!(below, [7], "the old image is unchanged");
+    });
+}
+
+#[test]
+fn a_write_that_waits_for_the_gate_reaches_the_new_image() {
+    sim::run(1, async {
+        let disk = disk(memory(7).await);
+        let quiesced = quiesce(&disk).await;
+        let writing = reactor::spawn_joinable({
+            let disk = Arc::clone(&disk);
+            async move { write(&disk, 0, 1).await }
+        });
+        reactor::sleep_until(reactor::now() + Duration::from_secs(1)).await;
+        let old = disk.switch_image(&quiesced, overlay(disk.image()).await);
+        drop(quiesced);
+        writing.await;
+        assert_eq!(byte_at(&disk, 0).await, 1);
+        assert_eq!(old.read(0, 1).await.expect("memory").to_vec(), [7]);
+    });
+}
+
+#[test]
+fn reads_in_flight_keep_the_old_image_until_they_end() {
+    sim::run(1, async {
+        let behaviour = Behaviour { latency: Duration::from_secs(1), ..Behaviour::default() };
+        let device = SimulatedStorage::new(vec![7; SIZE], behaviour);
+        let disk = disk(Image::Raw(RawImage::new(Storage::Simulated(Align::new(device)))));
+        let reading = reactor::spawn_joinable({
+            let disk = Arc::clone(&disk);
+            async move { byte_at(&disk, 0).await }
+        });
+        reactor::sleep_until(reactor::now() + Duration::from_nanos(1)).await;
+        let quiesced = quiesce(&disk).await;
+        let old = disk.switch_image(&quiesced, Arc::new(memory(7).await));
+        drop(quiesced);
+        assert!(Arc::strong_count(&old) > 1, "the read holds it");
+        assert_eq!(reading.await, 7);
+        assert_eq!(Arc::strong_count(&old), 1);
+    });
+}
+
+#[test]
+fn data_that_was_read_ahead_stays_valid_and_changes_invalidate_it() {
+    sim::run(1, async {
+        let device = SimulatedStorage::new(vec![7; SIZE], Behaviour::default());
+        let disk = disk(Image::Raw(RawImage::new(Storage::Simulated(Align::new(device)))));
+        let on = PrefetchConfig { mode: PrefetchMode::On, ..PrefetchConfig::off() };
+        disk.prefetch().set(on).expect("valid");
+        for at in 0..32 {
+            assert_eq!(byte_at(&disk, at * 4096).await, 7);
+        }
+        let before = disk.prefetch().stats().used_bytes;
+        assert!(before > 0, "it reads ahead");
+        let quiesced = quiesce(&disk).await;
+        disk.flush_quiesced(&quiesced).await.expect("no errors");
+        let _old = disk.switch_image(&quiesced, overlay(disk.image()).await);
+        drop(quiesced);
+        write(&disk, 33 * 4096, 1).await;
+        assert_eq!([byte_at(&disk, 32 * 4096).await, byte_at(&disk, 33 * 4096).await], [7, 1]);
+        assert!(disk.prefetch().stats().used_bytes > before, "from memory");
+    });
+}
+
+#[test]
+fn a_point_in_time_goes_on_after_a_switch() {
+    sim::run(1, async {
+        let disk = disk(memory(7).await);
+        let options = PointOptions { cluster_bytes: 64 << 10, max_buffer_bytes: 1 << 20, copy_bytes: 0 };
+        let member = Arc::new(BackgroundMember::new(BackgroundSettings::default()).expect("valid"));
+        let point = disk.begin_point_in_time(member, options).await.expect("nothing prevents it");
+        let quiesced = quiesce(&disk).await;
+        let _old = disk.switch_image(&quiesced, overlay(disk.image()).await);
+        drop(quiesced);
+        write(&disk, 0, 1).await;
+        let saved = point.point().next_old_data().await.expect("it has not failed").expect("one cluster");
+        assert!(saved.data().expect("data").iter().all(|&byte| byte == 7));
+        assert_eq!(byte_at(&disk, 0).await, 1);
+    });
+}
+
+#[test]
+fn a_failed_flush_is_reported_before_the_switch() {
+    sim::run(1, async {
+        let behaviour = Behaviour { error_probability: 1.0, ..Behaviour::default() };
+        let device = SimulatedStorage::new(vec![7; SIZE], behaviour);
+        let disk = disk(Image::Raw(RawImage::new(Storage::Simulated(Align::new(device)))));
+        let quiesced = quiesce(&disk).await;
+        assert_eq!(disk.flush_quiesced(&quiesced).await, Err(Error::IO));
+    });
+}
+
+#[test]
+#[should_panic(expected = "of another disk")]
+fn the_guard_must_be_of_the_disk() {
+    sim::run(1, async {
+        let (one, other) = (disk(memory(7).await), disk(memory(7).await));
+        let quiesced = quiesce(&other).await;
+        let _ = one.switch_image(&quiesced, Arc::new(memory(7).await));
+    });
+}
