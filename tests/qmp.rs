@@ -207,14 +207,28 @@ fn requests_are_counted() {
     let (weir, path) = serve(&scratch);
     let mut client = Qmp::negotiated(&path);
     client.command("block_set_io_throttle", throttle("a", json!({"iops": 1000})));
-    qemu_io(["-f", "raw"], ["write 0 64k", "read 0 4k"], weir.uri("a"));
+    // Latencies are measured from the first query on.
+    client.command("query-blockstats", json!({}));
+    qemu_io(["-f", "raw"], ["write 4k 64k", "read 0 4k", "discard 512k 16k", "flush"], weir.uri("a"));
     let stats = client.command("query-blockstats", json!({}));
     assert_eq!(stats[0]["device"], "a");
-    assert_eq!(stats[0]["stats"]["wr_bytes"], 64 << 10);
+    let counted = &stats[0]["stats"];
+    let expected = json!({
+        "rd_operations": 1, "rd_bytes": 4 << 10,
+        "wr_operations": 1, "wr_bytes": 64 << 10, "wr_highest_offset": 68 << 10,
+        "unmap_operations": 1, "unmap_bytes": 16 << 10,
+        "account_failed": false, "timed_stats": [],
+    });
+    for (member, value) in expected.as_object().expect("an object") {
+        assert_eq!(counted[member], *value, "{member}: {counted:#}");
+    }
+    for member in ["flush_operations", "rd_total_time_ns", "wr_total_time_ns", "flush_total_time_ns"] {
+        assert!(counted[member].as_u64() > Some(0), "{member}: {counted:#}");
+    }
     assert_eq!(stats[1]["stats"]["rd_operations"], 0);
     let status = client.command("x-weir-query-status", json!({}));
     let throttle = &status["disks"][0]["throttle"];
-    assert_eq!(throttle["writes"]["bytes"], 64 << 10);
+    assert_eq!(throttle["writes"]["bytes"], (64 + 16) << 10);
     assert!(throttle["tokens"]["iops-total"].as_u64().is_some(), "{throttle}");
     // The daemon notices the disconnect with a delay.
     wait_until(&scratch, |status| status["exports"][0]["connections"] == 0);

@@ -717,8 +717,8 @@ impl Disk {
     }
 
     fn count(&self, request: &RequestInfo<'_>) {
+        self.counters.count(request);
         if request.operation != DiskOperation::Flush {
-            self.counters.count(request.operation.direction(), request.requests, request.length);
             self.latency_meter.complete(request.operation, request.requests, request.length);
         }
     }

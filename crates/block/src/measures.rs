@@ -262,6 +262,8 @@ impl CoveredTime {
 #[derive(Debug, Default)]
 pub struct Measures {
     latency: [Histogram; 3],
+    /// Part of the latencies of writes, in nanoseconds.
+    discarding_ns: AtomicU64,
     waits: [Histogram; 2],
     waiting: [CoveredTime; 2],
     /// By [`CauseLevel`], [`LimitKind::index`] and direction.
@@ -273,6 +275,8 @@ pub struct Measures {
 pub struct MeasuresSnapshot {
     /// By [`OperationClass`].
     pub latency: [HistogramSnapshot; 3],
+    /// Sum of the latencies of discards in nanoseconds, a part of that of writes.
+    pub discarding_ns: u64,
     /// By direction.
     pub waits: [HistogramSnapshot; 2],
     /// Time with a waiting request, in nanoseconds, by direction.
@@ -288,6 +292,7 @@ impl Measures {
         let covered = |both: &[CoveredTime; 2]| both.each_ref().map(|covered| covered.sum_ns.load(Relaxed));
         MeasuresSnapshot {
             latency: self.latency.each_ref().map(Histogram::snapshot),
+            discarding_ns: self.discarding_ns(),
             waits: self.waits.each_ref().map(Histogram::snapshot),
             waiting_ns: covered(&self.waiting),
             held_ns: self.throttled.each_ref().map(|kinds| kinds.each_ref().map(covered)),
@@ -296,7 +301,8 @@ impl Measures {
 
     /// Adds the values of another process that served the disk before.
     pub fn count_on(&self, measured: &MeasuresSnapshot) {
-        let MeasuresSnapshot { latency, waits, waiting_ns, held_ns } = measured;
+        let MeasuresSnapshot { latency, discarding_ns, waits, waiting_ns, held_ns } = measured;
+        self.discarding_ns.fetch_add(*discarding_ns, Relaxed);
         let histograms = self.latency.iter().chain(&self.waits).zip(latency.iter().chain(waits));
         histograms.for_each(|(histogram, added)| histogram.count_on(added));
         let sums = self.waiting.iter().chain(self.throttled.as_flattened().as_flattened());
@@ -318,8 +324,11 @@ impl Measures {
             ..
         } = *finished;
         if !has_failed {
-            self.latency[OperationClass::of(operation) as usize]
-                .add(ended.nanos_since(arrived), requests.into());
+            let (took_ns, requests) = (ended.nanos_since(arrived), requests.into());
+            self.latency[OperationClass::of(operation) as usize].add(took_ns, requests);
+            if operation == DiskOperation::Discard {
+                self.discarding_ns.fetch_add(took_ns.saturating_mul(requests), Relaxed);
+            }
         }
         // Flushes are not throttled, so they have no wait.
         if operation == DiskOperation::Flush {
@@ -340,6 +349,11 @@ impl Measures {
     /// Latencies of successful requests, from arrival to completion.
     pub fn latency(&self, class: OperationClass) -> HistogramSnapshot {
         self.latency[class as usize].snapshot()
+    }
+
+    /// Sum of the latencies of discards in nanoseconds, a part of that of writes.
+    pub fn discarding_ns(&self) -> u64 {
+        self.discarding_ns.load(Relaxed)
     }
 
     /// Waits of requests for admission, including zero waits.

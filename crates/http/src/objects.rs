@@ -206,7 +206,7 @@ struct ServedRequests {
 
 impl ServedRequests {
     fn add(&mut self, other: &Self) {
-        let DiskTotals { reads, writes, read_bytes, written_bytes, merged_requests } = &mut self.totals;
+        let DiskTotals { reads, writes, read_bytes, written_bytes, merged_requests, .. } = &mut self.totals;
         for (sum, more) in [
             (reads, other.totals.reads),
             (writes, other.totals.writes),

@@ -29,6 +29,10 @@ use crate::{
 pub(super) struct DiskCounterState {
     /// Reads, writes, bytes of both, merged requests.
     totals: [u64; 5],
+    /// Merged reads, discards, their bytes, flushes, the end of the highest write. Not sent by
+    /// 0.2.0 and older.
+    #[serde(default)]
+    further_totals: [u64; 5],
     /// Errors of reads, writes, flushes, discards.
     errors: [u64; 4],
     throttle: ThrottleCounterState,
@@ -40,11 +44,24 @@ pub(super) struct DiskCounterState {
 
 impl DiskCounterState {
     pub(super) fn of(disk: &Disk) -> Self {
-        let DiskTotals { reads, writes, read_bytes, written_bytes, merged_requests } = disk.totals();
+        let DiskTotals {
+            reads,
+            writes,
+            read_bytes,
+            written_bytes,
+            merged_requests,
+            merged_reads,
+            discards,
+            discarded_bytes,
+            flushes,
+            highest_write_end,
+        } = disk.totals();
         let totals = [reads, writes, read_bytes, written_bytes, merged_requests];
+        let further_totals = [merged_reads, discards, discarded_bytes, flushes, highest_write_end];
         let Errors { reads, writes, flushes, discards } = disk.failures().errors();
         Self {
             totals,
+            further_totals,
             errors: [reads, writes, flushes, discards],
             throttle: disk.throttle().counters().into(),
             read_ahead: prefetch_numbers(&disk.prefetch().stats()),
@@ -53,9 +70,21 @@ impl DiskCounterState {
     }
 
     pub(super) fn add_to(self, disk: &Disk) {
-        let Self { totals, errors, throttle, read_ahead, measures } = self;
+        let Self { totals, further_totals, errors, throttle, read_ahead, measures } = self;
         let [reads, writes, read_bytes, written_bytes, merged_requests] = totals;
-        disk.add_totals(&DiskTotals { reads, writes, read_bytes, written_bytes, merged_requests });
+        let [merged_reads, discards, discarded_bytes, flushes, highest_write_end] = further_totals;
+        disk.add_totals(&DiskTotals {
+            reads,
+            writes,
+            read_bytes,
+            written_bytes,
+            merged_requests,
+            merged_reads,
+            discards,
+            discarded_bytes,
+            flushes,
+            highest_write_end,
+        });
         let [reads, writes, flushes, discards] = errors;
         disk.failures().add_errors(Errors { reads, writes, flushes, discards });
         disk.throttle().add_counters(&throttle.into());
@@ -166,6 +195,8 @@ impl From<ThrottleCounterState> for throttle::CumulativeStats {
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 struct MeasuresState {
     latency: [HistogramState; 3],
+    #[serde(default)]
+    discarding_ns: u64,
     waits: [HistogramState; 2],
     waiting_ns: [u64; 2],
     held_ns: [[[u64; 2]; 6]; 3],
@@ -181,24 +212,30 @@ struct HistogramState {
 
 impl From<MeasuresSnapshot> for MeasuresState {
     fn from(measured: MeasuresSnapshot) -> Self {
-        let MeasuresSnapshot { latency, waits, waiting_ns, held_ns } = measured;
+        let MeasuresSnapshot { latency, discarding_ns, waits, waiting_ns, held_ns } = measured;
         let spread = |spread: HistogramSnapshot| {
             let counts = (0..).zip(spread.counts().iter().copied()).filter(|(_, count)| *count > 0);
             HistogramState { counts: counts.collect(), sum_ns: spread.sum_ns }
         };
-        Self { latency: latency.map(spread), waits: waits.map(spread), waiting_ns, held_ns }
+        Self { latency: latency.map(spread), discarding_ns, waits: waits.map(spread), waiting_ns, held_ns }
     }
 }
 
 impl From<MeasuresState> for MeasuresSnapshot {
     fn from(state: MeasuresState) -> Self {
-        let MeasuresState { latency, waits, waiting_ns, held_ns } = state;
+        let MeasuresState { latency, discarding_ns, waits, waiting_ns, held_ns } = state;
         let histogram = |HistogramState { counts, sum_ns }: HistogramState| {
             let mut all = vec![0; counts.last_key_value().map_or(0, |(last, _)| usize::from(*last) + 1)];
             counts.into_iter().for_each(|(index, count)| all[usize::from(index)] = count);
             HistogramSnapshot::new(all, sum_ns)
         };
-        Self { latency: latency.map(histogram), waits: waits.map(histogram), waiting_ns, held_ns }
+        Self {
+            latency: latency.map(histogram),
+            discarding_ns,
+            waits: waits.map(histogram),
+            waiting_ns,
+            held_ns,
+        }
     }
 }
 
@@ -289,6 +326,7 @@ mod tests {
                 (proptest::collection::vec(prop_oneof![Just(0), any::<u64>()], 0..200), any::<u64>()),
                 5,
             ),
+            discarding_ns: u64,
             waiting_ns: [u64; 2],
             held_ns: [[[u64; 2]; 6]; 3],
         ) {
@@ -299,7 +337,7 @@ mod tests {
                 HistogramSnapshot::new(counts, sum_ns)
             };
             let (latency, waits) = ([0, 1, 2].map(spread), [3, 4].map(spread));
-            let measured = MeasuresSnapshot { latency, waits, waiting_ns, held_ns };
+            let measured = MeasuresSnapshot { latency, discarding_ns, waits, waiting_ns, held_ns };
             let transferred = round_trip(&MeasuresState::from(measured.clone()));
             prop_assert_eq!(MeasuresSnapshot::from(transferred), measured);
         }

@@ -5,6 +5,7 @@
 use std::rc::Rc;
 
 use ::settings::image_info::{add_header_facts, referenced_path};
+use block::measures::OperationClass;
 use image::{
     Image,
     qcow2::header::{EncryptionMethod, Qcow2Header},
@@ -173,24 +174,54 @@ impl QmpCommand for QueryBlockstats {
     }
 }
 
-/// Returns a `BlockStats`. Counts requests and bytes of clients, discards as writes. A request that
-/// is held by an error policy and fails again counts as two failures.
+/// Returns a `BlockStats` with all mandatory members (QEMU's qapi/block-core.json,
+/// `BlockDeviceStats`). Counts requests and bytes of clients. A request that is held by an error
+/// policy and fails again counts as two failures.
+///
+/// The latencies are measured from the first query or scrape on. Exports reject invalid requests
+/// before they reach a disk, so none are counted; no storage is zoned.
 fn block_stats(running: &RunningDisk) -> Value {
     let totals = running.disk.totals();
     let errors = running.disk.failures().errors();
+    let measures = running.disk.measure();
+    let time_ns = |class| measures.latency(class).sum_ns;
+    let unmap_time_ns = measures.discarding_ns();
     json!({
         "device": &**running.disk.name(),
         "node-name": &**running.disk.name(),
         "stats": {
             "rd_operations": totals.reads,
-            "wr_operations": totals.writes,
+            "wr_operations": totals.writes.saturating_sub(totals.discards),
+            "flush_operations": totals.flushes,
+            "unmap_operations": totals.discards,
+            "zone_append_operations": 0,
             "rd_bytes": totals.read_bytes,
-            "wr_bytes": totals.written_bytes,
+            "wr_bytes": totals.written_bytes.saturating_sub(totals.discarded_bytes),
+            "unmap_bytes": totals.discarded_bytes,
+            "zone_append_bytes": 0,
+            "rd_total_time_ns": time_ns(OperationClass::Read),
+            "wr_total_time_ns": time_ns(OperationClass::Write).saturating_sub(unmap_time_ns),
+            "flush_total_time_ns": time_ns(OperationClass::Flush),
+            "unmap_total_time_ns": unmap_time_ns,
+            "zone_append_total_time_ns": 0,
+            "wr_highest_offset": totals.highest_write_end,
+            "rd_merged": totals.merged_reads,
+            "wr_merged": totals.merged_requests.saturating_sub(totals.merged_reads),
+            "unmap_merged": 0,
+            "zone_append_merged": 0,
             "failed_rd_operations": errors.reads,
             "failed_wr_operations": errors.writes,
             "failed_flush_operations": errors.flushes,
             "failed_unmap_operations": errors.discards,
-            "x-weir-merged": totals.merged_requests,
+            "failed_zone_append_operations": 0,
+            "invalid_rd_operations": 0,
+            "invalid_wr_operations": 0,
+            "invalid_flush_operations": 0,
+            "invalid_unmap_operations": 0,
+            "invalid_zone_append_operations": 0,
+            "account_invalid": false,
+            "account_failed": false,
+            "timed_stats": [],
         },
     })
 }
