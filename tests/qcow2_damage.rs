@@ -22,6 +22,7 @@ use std::{
     env, fs,
     ops::AddAssign,
     path::PathBuf,
+    sync::Arc,
     sync::{
         Mutex,
         atomic::{AtomicU64, Ordering},
@@ -353,7 +354,7 @@ async fn read_all(image: &Qcow2Image, grain: u64) -> Vec<Option<Vec<u8>>> {
 async fn parts(content: &DamagedImage, header: &Qcow2Header) -> Qcow2Components {
     let backing = match &header.backing {
         Some(_) => {
-            Some(Box::new(Image::Raw(RawImage::new(Storage::with_content(&content.base).await).read_only())))
+            Some(Arc::new(Image::Raw(RawImage::new(Storage::with_content(&content.base).await).read_only())))
         }
         None => None,
     };
