@@ -145,6 +145,8 @@ fn bitmaps_get_the_size_of_the_disk() {
         resize("12M");
         model.mark(&[(3072, 65), (7168, 64)]);
         model.0.resize(12 * 1024, false);
+        // weir marks the added space; QEMU would not.
+        model.mark(&[(8 * 1024, 4 * 1024)]);
         assert_qemu_reads(&path, &model);
         qemu_io("qcow2", &["write 11M 64k"], text(&path));
         resize("5M");

@@ -19,7 +19,7 @@
 //! - `snapshot`, `bitmap`: internal snapshots and dirty bitmaps.
 //! - `fuzzing`: entry points of the fuzz targets.
 //! - `handover`: use by several processes in turn.
-//! - `exclusive`: changes of the whole image while no request is in flight: `resize`,
+//! - `drained`, `exclusive`: changes of the whole image while no request is in flight: `resize`,
 //!   `preallocate`, `backing`, and [`Qcow2Image::close`].
 //!
 //! Lock order, for tasks that hold several: guard of the gate (`RequestGuard`), guest range, L2
@@ -38,6 +38,7 @@ mod cache_settings;
 pub mod check;
 pub mod compress;
 pub mod create;
+mod drained;
 pub mod entry;
 mod exclusive;
 mod file;

@@ -8,13 +8,16 @@
 //! - `bits`: a bitmap in memory; `live`: one that concurrent requests mark.
 //! - `change`: changes the bitmaps of an open image.
 //! - `record`: bitmaps that record writes, from opening an image to closing it.
+//! - `live_change`: changes the bitmaps of an image in use. `rotate`: a bitmap begins anew.
 //! - `view`: queries of a bitmap by range.
 
 mod bits;
 mod change;
 mod directory;
 mod live;
+mod live_change;
 mod record;
+mod rotate;
 #[cfg(test)]
 mod tests;
 mod view;
@@ -26,6 +29,8 @@ pub use directory::{
     BitmapCluster, BitmapEntry, GRANULARITY_BITS, MAX_NAME, copied_bytes, decode_table, encode, encode_table,
     flag, read,
 };
+pub use live_change::{BitmapChange, BitmapStatus, MergeSource, NewBitmap};
 pub(super) use record::Recording;
 use record::RecordingBitmap;
+pub use rotate::RotatedBitmap;
 pub use view::{BitmapView, BitmapViewError, MarkedRun};

@@ -3,26 +3,18 @@
 
 use std::{ops::Range, sync::atomic::Ordering::Release};
 
-use super::{Qcow2Image, bitmap::BitmapError, header::Qcow2Header, l1::L1, refcounts::FreedContent};
+use super::{
+    Qcow2Image, bitmap::BitmapError, drained::ExclusiveImage, header::Qcow2Header, l1::L1,
+    refcounts::FreedContent,
+};
 use reactor::error::{Error, Result};
-use storage::{RangeGuard, epoch_gate::ExclusiveGuard};
-
-/// Guard of exclusive access: no request is in flight, and all metadata is in the file.
-#[derive(Debug)]
-pub(super) struct ExclusiveImage<'a> {
-    _closed: ExclusiveGuard<'a>,
-    _freeing: RangeGuard<'a>,
-}
 
 impl Qcow2Image {
     /// Blocks new requests, waits for those in flight, and writes all metadata.
     pub(super) async fn quiesce(&self) -> Result<ExclusiveImage<'_>> {
-        // Before the gate: a task that frees clusters waits for requests, which the closed gate
-        // would block.
-        let freeing = self.freeing.exclusive(0..1).await;
-        let closed = self.gate.close().await;
+        let exclusive = self.drain().await;
         self.flush_all_metadata().await?;
-        Ok(ExclusiveImage { _closed: closed, _freeing: freeing })
+        Ok(exclusive)
     }
 
     /// Writes all dirty metadata, durably. Requires that no request is in flight or no cluster is

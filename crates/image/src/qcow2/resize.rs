@@ -27,7 +27,7 @@ impl Qcow2Image {
         }
         let header = self.file.header();
         let mut largest = (MAX_L1 / 8) << (header.cluster_bits + header.l2_bits());
-        if header.bitmaps.is_some() {
+        if header.bitmaps.is_some() || self.has_recorded_bitmaps() {
             largest = largest.min(self.largest_with_bitmaps().await?).max(header.size_bytes);
         }
         if size_bytes > largest {

@@ -24,6 +24,12 @@ impl DirtyBits {
         size_bytes.div_ceil(1 << granularity_bits).div_ceil(8)
     }
 
+    /// Number of marked bytes; the last granule counts in full.
+    pub fn marked_bytes(&self) -> u64 {
+        let bits: u64 = self.bytes.iter().map(|byte| u64::from(byte.count_ones())).sum();
+        bits << self.granularity_bits
+    }
+
     /// Returns the marks for a disk of another size: added parts are unmarked, marks beyond the
     /// end are dropped.
     pub(super) fn resized(&self, size_bytes: u64) -> Self {
@@ -64,8 +70,15 @@ impl DirtyBits {
         if range.start >= end {
             return;
         }
-        for bit in range.start >> self.granularity_bits..=(end - 1) >> self.granularity_bits {
-            self.bytes[(bit / 8) as usize] |= 1 << (bit % 8);
+        let (first, last) = (range.start >> self.granularity_bits, (end - 1) >> self.granularity_bits);
+        let (from_first, to_last) = (u8::MAX << (first % 8), u8::MAX >> (7 - last % 8));
+        let (first, last) = ((first / 8) as usize, (last / 8) as usize);
+        if first == last {
+            self.bytes[first] |= from_first & to_last;
+        } else {
+            self.bytes[first] |= from_first;
+            self.bytes[first + 1..last].fill(u8::MAX);
+            self.bytes[last] |= to_last;
         }
     }
 

@@ -33,6 +33,9 @@ pub enum BitmapError {
     /// The bitmap is marked as in use, so it may be inconsistent.
     #[error("the bitmap {0:?} is marked in-use and may be inconsistent (remove it)")]
     InUse(String),
+    /// A backup uses the bitmap.
+    #[error("the bitmap {0:?} is in use by a backup (wait for its end, or cancel it)")]
+    Busy(String),
     /// The bitmap has extra data that weir does not understand.
     #[error("the bitmap {0:?} has extra data of an unknown kind (use the program that created it)")]
     Extra(String),
@@ -173,11 +176,14 @@ impl Qcow2Image {
     /// [`BitmapError`].
     pub async fn add_bitmap(&self, name: &str, granularity_bits: u32) -> Result<()> {
         let _quiesced = self.quiesce().await?;
-        let mut entries = self.changeable_bitmaps().await?;
+        let entries = self.changeable_bitmaps().await?;
+        self.check_new(&entries, name, granularity_bits)?;
+        self.add_entry(entries, name, granularity_bits, flag::AUTO).await
+    }
+
+    /// Fails unless a bitmap can be added under this name.
+    pub(super) fn check_new(&self, entries: &[BitmapEntry], name: &str, granularity_bits: u32) -> Result<()> {
         let invalid = |message: String| Err(BitmapError::InvalidValue(message));
-        if self.shape.version < 3 {
-            return invalid("images of version 2 have no bitmaps (convert it with compat=1.1)".to_owned());
-        }
         if entries.iter().any(|entry| entry.name == name.as_bytes()) {
             return Err(BitmapError::Exists(name.to_owned()));
         }
@@ -187,7 +193,21 @@ impl Qcow2Image {
         if !GRANULARITY_BITS.contains(&granularity_bits) {
             return invalid(format!("the granularity is 2^{granularity_bits} bytes; it must be 512 to 2G"));
         }
-        self.check_granularity(granularity_bits)?;
+        self.check_granularity(granularity_bits)
+    }
+
+    /// Adds an empty bitmap to these, which are those of the file. Requires exclusive access.
+    pub(super) async fn add_entry(
+        &self,
+        mut entries: Vec<BitmapEntry>,
+        name: &str,
+        granularity_bits: u32,
+        flags: u32,
+    ) -> Result<()> {
+        let invalid = |message: String| Err(BitmapError::InvalidValue(message));
+        if self.shape.version < 3 {
+            return invalid("images of version 2 have no bitmaps (convert it with compat=1.1)".to_owned());
+        }
         if entries.len() == MAX_BITMAPS as usize {
             return invalid(format!("the image has the maximum of {MAX_BITMAPS} bitmaps (remove some)"));
         }
@@ -197,7 +217,7 @@ impl Qcow2Image {
         entries.push(BitmapEntry {
             table_offset,
             table_entries,
-            flags: flag::AUTO,
+            flags,
             granularity_bits,
             name,
             extra: Vec::new(),
@@ -257,14 +277,7 @@ impl Qcow2Image {
     /// [`BitmapError`].
     pub async fn merge_bitmap(&self, name: &str, source: &DirtyBits) -> Result<()> {
         let mut bits = self.bitmap_bits(name).await?;
-        if source.size_bytes() != bits.size_bytes() {
-            let (source_bytes, target_bytes) = (source.size_bytes(), bits.size_bytes());
-            let message = format!(
-                "the source covers {source_bytes} bytes, but {name:?} covers {target_bytes} (resize one of the disks)"
-            );
-            return Err(BitmapError::InvalidValue(message));
-        }
-        bits.merge(source);
+        merge(name, &mut bits, source)?;
         self.store_bitmap(name, &bits).await
     }
 
@@ -275,6 +288,16 @@ impl Qcow2Image {
     /// [`BitmapError`].
     pub async fn store_bitmap(&self, name: &str, bits: &DirtyBits) -> Result<()> {
         let _quiesced = self.quiesce().await?;
+        self.store_entry(name, bits, |flags| flags).await
+    }
+
+    /// As [`Qcow2Image::store_bitmap`], with other flags. Requires exclusive access.
+    pub(super) async fn store_entry(
+        &self,
+        name: &str,
+        bits: &DirtyBits,
+        change: impl FnOnce(u32) -> u32,
+    ) -> Result<()> {
         let mut entries = self.changeable_bitmaps().await?;
         let found = find(&entries, name)?;
         if (bits.size_bytes(), bits.granularity_bits())
@@ -286,13 +309,17 @@ impl Qcow2Image {
         }
         let old = entries[found].clone();
         let (table_offset, table_entries) = self.store_bits(bits).await?;
-        entries[found] =
-            BitmapEntry { table_offset, table_entries, flags: old.flags & !flag::IN_USE, ..old.clone() };
+        entries[found] = BitmapEntry {
+            table_offset,
+            table_entries,
+            flags: change(old.flags & !flag::IN_USE),
+            ..old.clone()
+        };
         self.replace_directory(&entries).await?;
         self.free_bits(&old).await
     }
 
-    async fn changeable_bitmaps(&self) -> Result<Vec<BitmapEntry>> {
+    pub(super) async fn changeable_bitmaps(&self) -> Result<Vec<BitmapEntry>> {
         if self.is_read_only() { Err(BitmapError::ReadOnly) } else { self.bitmaps().await }
     }
 
@@ -446,13 +473,25 @@ impl Qcow2Image {
     }
 }
 
-fn find(entries: &[BitmapEntry], name: &str) -> Result<usize> {
+/// Adds the marks of `source` to those of the bitmap `name`.
+pub(super) fn merge(name: &str, bits: &mut DirtyBits, source: &DirtyBits) -> Result<()> {
+    let (source_bytes, target_bytes) = (source.size_bytes(), bits.size_bytes());
+    if source_bytes != target_bytes {
+        return Err(BitmapError::InvalidValue(format!(
+            "the source covers {source_bytes} bytes, but {name:?} covers {target_bytes} (resize one of the disks)"
+        )));
+    }
+    bits.merge(source);
+    Ok(())
+}
+
+pub(super) fn find(entries: &[BitmapEntry], name: &str) -> Result<usize> {
     let found = entries.iter().position(|entry| entry.name == name.as_bytes());
     found.ok_or_else(|| BitmapError::NotFound(name.to_owned()))
 }
 
 /// Returns the index of a consistent bitmap.
-fn find_usable(entries: &[BitmapEntry], name: &str) -> Result<usize> {
+pub(super) fn find_usable(entries: &[BitmapEntry], name: &str) -> Result<usize> {
     let found = find(entries, name)?;
     entries[found].check_usable().map(|()| found)
 }

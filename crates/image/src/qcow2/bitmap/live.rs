@@ -70,6 +70,11 @@ impl LiveBits {
         bits
     }
 
+    /// Size of the disk in bytes.
+    pub(super) fn size_bytes(&self) -> u64 {
+        self.size_bytes
+    }
+
     /// A bit covers `1 << granularity_bits` bytes.
     pub(super) fn granularity_bits(&self) -> u32 {
         self.granularity_bits

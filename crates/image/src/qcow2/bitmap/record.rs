@@ -15,16 +15,20 @@
 //! that their size follows the disk's.
 //!
 //! A mark is set before the change that it records, and stays if the change fails: a bitmap may
-//! have too many marks, never too few.
+//! have too many marks, never too few. So growing the disk marks the added space, which QEMU does
+//! not: after a shrink, a backup has other data there.
 //!
-//! Source: QEMU's docs/interop/qcow2.rst, "Bitmaps extension"; docs/interop/bitmaps.rst. The
-//! effect of a resize was measured on qemu-img 7.2: added space is not marked.
+//! A transient bitmap is not in the file: it ends when the image is closed or passes to another
+//! process. A bitmap that begins anew for a backup keeps its earlier marks until the end of the
+//! backup ([`rotate`](super::rotate)).
+//!
+//! Source: QEMU's docs/interop/qcow2.rst, "Bitmaps extension"; docs/interop/bitmaps.rst.
 
 use std::{
     collections::HashMap,
     ops::Range,
     sync::{
-        Arc, Mutex, PoisonError,
+        Arc, Mutex, MutexGuard, PoisonError,
         atomic::{
             AtomicBool,
             Ordering::{Acquire, Relaxed, Release},
@@ -49,6 +53,8 @@ use crate::qcow2::{InvalidImage, Qcow2Image, header::FileRegion};
 
 // Name in messages that concern no single bitmap.
 const ANY: &str = "of any name";
+/// Purpose of the memory in messages.
+pub(super) const PURPOSE: &str = "bitmaps that record writes";
 // Memory limit of the recorded bitmaps of an image, in bytes.
 const MAX_RECORDED: u64 = 1 << 30;
 
@@ -67,36 +73,95 @@ pub(in crate::qcow2) struct Recording {
     bitmaps: ArcSwap<Vec<Arc<RecordingBitmap>>>,
 }
 
-/// A bitmap that records writes.
+/// A bitmap in memory.
 #[derive(Debug)]
 pub(super) struct RecordingBitmap {
     name: Vec<u8>,
+    /// True if the bitmap is in the file, or will be.
+    is_persistent: bool,
+    /// False for a transient bitmap that records nothing. Changes only while no request is in
+    /// flight.
+    is_enabled: AtomicBool,
     bits: ArcSwap<LiveBits>,
     /// True if the bits differ from the file.
     changed: AtomicBool,
+    state: Mutex<RecordingState>,
+}
+
+/// State that is changed together with the bits, other than by marks.
+#[derive(Debug)]
+struct RecordingState {
     /// Reservation of memory for all of its bits, allocated or not.
-    memory: Mutex<MemoryReservation>,
+    memory: MemoryReservation,
+    earlier: Option<EarlierMarks>,
+}
+
+/// Marks of before the begin of a backup, which belong to the bitmap until the backup succeeds.
+#[derive(Debug)]
+struct EarlierMarks {
+    bits: Arc<LiveBits>,
+    memory: MemoryReservation,
 }
 
 impl RecordingBitmap {
-    fn new(name: &[u8], bits: &DirtyBits, memory: MemoryReservation) -> Self {
-        let bits = ArcSwap::from_pointee(LiveBits::of(bits));
-        Self { name: name.to_vec(), bits, changed: AtomicBool::new(false), memory: Mutex::new(memory) }
+    pub(super) fn new(name: &[u8], bits: &DirtyBits, is_persistent: bool, memory: MemoryReservation) -> Self {
+        Self {
+            name: name.to_vec(),
+            is_persistent,
+            is_enabled: AtomicBool::new(true),
+            bits: ArcSwap::from_pointee(LiveBits::of(bits)),
+            changed: AtomicBool::new(false),
+            state: Mutex::new(RecordingState { memory, earlier: None }),
+        }
+    }
+
+    pub(super) fn name(&self) -> &[u8] {
+        &self.name
+    }
+
+    pub(super) fn is_persistent(&self) -> bool {
+        self.is_persistent
+    }
+
+    pub(super) fn is_enabled(&self) -> bool {
+        self.is_enabled.load(Relaxed)
+    }
+
+    /// Starts or stops the recording of a transient bitmap. No request may be in flight.
+    pub(super) fn set_enabled(&self, is_enabled: bool) {
+        self.is_enabled.store(is_enabled, Relaxed);
+    }
+
+    /// True while a backup uses the marks of before its begin.
+    pub(super) fn is_busy(&self) -> bool {
+        self.lock().earlier.is_some()
     }
 
     fn mark(&self, range: Range<u64>) {
-        if self.bits.load().mark(range) && !self.changed.load(Relaxed) {
+        if self.is_enabled() && self.bits.load().mark(range) && !self.changed.load(Relaxed) {
             self.changed.store(true, Relaxed);
         }
     }
 
-    /// Changes the size of the disk. No request may be marking.
-    fn resize(&self, size_bytes: u64) {
-        let resized = self.bits.load().to_dirty_bits().resized(size_bytes);
-        let bytes = DirtyBits::bytes_for(size_bytes, resized.granularity_bits());
+    /// Changes the size of the disk from `from` bytes. No request may be marking.
+    fn resize(&self, from: u64, to: u64) {
+        let mut state = self.lock();
+        let resized = |bits: &LiveBits| {
+            let mut resized = bits.to_dirty_bits().resized(to);
+            if self.is_enabled() {
+                resized.mark(from..to);
+            }
+            Arc::new(LiveBits::of(&resized))
+        };
+        let bits = self.bits.load_full();
+        let bytes = DirtyBits::bytes_for(to, bits.granularity_bits());
         // Sizes that exceed the budget were rejected before.
-        let _ = self.memory.lock().unwrap_or_else(PoisonError::into_inner).change(bytes);
-        self.bits.store(Arc::new(LiveBits::of(&resized)));
+        let _ = state.memory.change(bytes);
+        if let Some(earlier) = &mut state.earlier {
+            let _ = earlier.memory.change(bytes);
+            earlier.bits = resized(&earlier.bits);
+        }
+        self.bits.store(resized(&bits));
         self.changed.store(true, Relaxed);
     }
 
@@ -104,22 +169,112 @@ impl RecordingBitmap {
     pub(super) fn run(&self, at: u64, end: u64) -> (u64, bool) {
         self.bits.load().run(at, end)
     }
+
+    /// All marks, those of before the begin of a backup included. Marks that are set concurrently
+    /// may be missing.
+    pub(super) fn all_marks(&self) -> DirtyBits {
+        let state = self.lock();
+        let mut bits = self.bits.load().to_dirty_bits();
+        if let Some(earlier) = &state.earlier {
+            bits.merge(&earlier.bits.to_dirty_bits());
+        }
+        bits
+    }
+
+    /// Bits of this bitmap without marks.
+    pub(super) fn no_marks(&self) -> DirtyBits {
+        let bits = self.bits.load();
+        DirtyBits::new(bits.size_bytes(), bits.granularity_bits())
+    }
+
+    /// Replaces the marks by those of the file, `bits`. No request may be marking.
+    pub(super) fn replace(&self, bits: &DirtyBits) {
+        let _state = self.lock();
+        self.bits.store(Arc::new(LiveBits::of(bits)));
+        self.changed.store(false, Relaxed);
+    }
+
+    /// Begins anew without marks, and returns the earlier ones, which stay a part of the bitmap
+    /// until [`RecordingBitmap::end_rotation`]. No request may be in flight.
+    pub(super) fn begin_rotation(&self) -> Result<Arc<LiveBits>, BitmapError> {
+        let mut state = self.lock();
+        if state.earlier.is_some() {
+            return Err(BitmapError::Busy(String::from_utf8_lossy(&self.name).into_owned()));
+        }
+        let bits = self.bits.load_full();
+        let bytes = DirtyBits::bytes_for(bits.size_bytes(), bits.granularity_bits());
+        let memory = MemoryReservation::new(MemoryBudget::process(), PURPOSE, bytes)?;
+        self.bits.store(Arc::new(LiveBits::of(&self.no_marks())));
+        self.changed.store(true, Relaxed);
+        state.earlier = Some(EarlierMarks { bits: Arc::clone(&bits), memory });
+        Ok(bits)
+    }
+
+    /// Ends a rotation: drops the earlier marks, or adds them to those that were set since.
+    pub(super) fn end_rotation(&self, are_dropped: bool) {
+        let mut state = self.lock();
+        let Some(earlier) = state.earlier.take() else { return };
+        if !are_dropped {
+            // Requests may be marking. The lock excludes a replacement of the bits.
+            let bits = self.bits.load();
+            for range in earlier.bits.to_dirty_bits().marked() {
+                bits.mark(range);
+            }
+            self.changed.store(true, Relaxed);
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, RecordingState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
 }
 
 impl Qcow2Image {
-    fn recorded(&self) -> Guard<Arc<Vec<Arc<RecordingBitmap>>>> {
+    pub(super) fn recorded(&self) -> Guard<Arc<Vec<Arc<RecordingBitmap>>>> {
         self.recording.bitmaps.load()
     }
 
-    /// Bitmap that records under this name.
+    /// True if there are bitmaps in memory.
+    pub(in crate::qcow2) fn has_recorded_bitmaps(&self) -> bool {
+        !self.recorded().is_empty()
+    }
+
+    /// Bitmap in memory with this name.
     pub(super) fn recorded_bitmap(&self, name: &str) -> Option<Arc<RecordingBitmap>> {
         self.recorded().iter().find(|recorded| recorded.name == name.as_bytes()).cloned()
     }
 
-    /// Names of the bitmaps that record, as text.
+    /// Names of the persistent bitmaps that record, as text.
     pub fn recorded_names(&self) -> Vec<String> {
         let recorded = self.recorded();
-        recorded.iter().map(|recorded| String::from_utf8_lossy(&recorded.name).into_owned()).collect()
+        let persistent = recorded.iter().filter(|recorded| recorded.is_persistent);
+        persistent.map(|recorded| String::from_utf8_lossy(&recorded.name).into_owned()).collect()
+    }
+
+    /// Changes the list of bitmaps in memory. No request may be in flight.
+    pub(super) fn change_recorded(&self, change: impl FnOnce(&mut Vec<Arc<RecordingBitmap>>)) {
+        let mut recorded = Vec::clone(&self.recorded());
+        change(&mut recorded);
+        self.recording.bitmaps.store(recorded.into());
+    }
+
+    /// The next change of the disk marks the bitmaps as in use in the file again. No request may be
+    /// in flight.
+    pub(super) fn mark_in_use_at_next_change(&self) {
+        self.recording.is_marked_consistent.store(true, Release);
+    }
+
+    /// Reserves memory for the bits of another bitmap.
+    ///
+    /// # Errors
+    /// [`BitmapError::Memory`], [`BitmapError::InvalidValue`].
+    pub(super) fn reserve_bits(&self, granularity_bits: u32) -> Result<MemoryReservation, BitmapError> {
+        let bytes_of = |bits: u32| DirtyBits::bytes_for(self.size_bytes(), bits);
+        let used: u64 =
+            self.recorded().iter().map(|recorded| bytes_of(recorded.bits.load().granularity_bits())).sum();
+        let bytes = bytes_of(granularity_bits);
+        check_recorded(used, bytes)?;
+        Ok(MemoryReservation::new(MemoryBudget::process(), PURPOSE, bytes)?)
     }
 
     /// True if the state is valid; false while another process uses the image.
@@ -180,9 +335,9 @@ impl Qcow2Image {
         }
         let entries = self.bitmap_entries().await?.unwrap_or_default();
         let mut recorded = Vec::new();
-        let mut remaining = MAX_RECORDED;
+        let mut used = 0;
         for entry in entries.iter().filter(|entry| entry.flags & (flag::AUTO | flag::IN_USE) == flag::AUTO) {
-            match self.load_recorded_bitmap(entry, &mut remaining).await {
+            match self.load_recorded_bitmap(entry, &mut used).await {
                 Ok(loaded) => recorded.push(Arc::new(loaded)),
                 Err(BitmapError::Failed(error)) => return Err(error),
                 Err(BitmapError::Memory(error)) => return Ok(Err(error)),
@@ -198,15 +353,13 @@ impl Qcow2Image {
     async fn load_recorded_bitmap(
         &self,
         entry: &BitmapEntry,
-        remaining: &mut u64,
+        used: &mut u64,
     ) -> Result<RecordingBitmap, BitmapError> {
         entry.check_usable()?;
         let bytes = DirtyBits::bytes_for(self.size_bytes(), entry.granularity_bits);
-        *remaining = remaining.checked_sub(bytes).ok_or_else(|| {
-            let message =
-                format!("all recording bitmaps would need more than {MAX_RECORDED} bytes of memory");
-            BitmapError::InvalidValue(message)
-        })?;
+        check_recorded(*used, bytes)?;
+        *used += bytes;
+        let memory = MemoryReservation::new(MemoryBudget::process(), PURPOSE, bytes)?;
         let cluster_bytes = 1 << self.shape.cluster_bits;
         // The clusters of bits and table are freed when the bitmap is stored elsewhere, so they
         // must not overlap other metadata.
@@ -219,15 +372,16 @@ impl Qcow2Image {
         if let Some((place, _)) = regions.find(|&(offset, length)| self.overlap.contains(offset, length)) {
             return Err(InvalidImage::new(format!("it overlaps other metadata at {place:#x}")).into());
         }
-        let memory = MemoryReservation::new(MemoryBudget::process(), "bitmaps that record writes", bytes)?;
-        Ok(RecordingBitmap::new(&entry.name, &self.read_bits(entry, self.size_bytes()).await?, memory))
+        let bits = self.read_bits(entry, self.size_bytes()).await?;
+        Ok(RecordingBitmap::new(&entry.name, &bits, true, memory))
     }
 
     /// Stores the recorded bits and marks the bitmaps consistent; they stay in memory. No request
     /// may be in flight, and all other metadata must be in the file. Returns the bitmaps that
     /// could not be stored, which stay in use, with the reasons.
     pub(in crate::qcow2) async fn store_recorded_bitmaps(&self) -> Vec<(String, BitmapError)> {
-        let recorded = self.recording.bitmaps.load_full();
+        let mut recorded = Vec::clone(&self.recorded());
+        recorded.retain(|recorded| recorded.is_persistent);
         if recorded.is_empty() {
             return Vec::new();
         }
@@ -236,13 +390,19 @@ impl Qcow2Image {
         let mut not_stored = Vec::new();
         let result = async {
             let mut stored = BitmapStore::new(self).await?;
-            for recorded in recorded.iter() {
-                let bits = recorded.changed.load(Relaxed).then(|| recorded.bits.load().to_dirty_bits());
-                not_stored.extend(stored.store(&recorded.name, bits).await.err());
+            let mut in_file = Vec::new();
+            for recorded in &recorded {
+                let bits = recorded.changed.load(Relaxed).then(|| recorded.all_marks());
+                match stored.store(&recorded.name, bits).await {
+                    Ok(()) => in_file.push(recorded),
+                    Err(failed) => not_stored.push(failed),
+                }
             }
-            stored.finish().await
+            stored.finish().await?;
+            in_file.iter().for_each(|recorded| recorded.changed.store(false, Relaxed));
+            Ok(())
         };
-        let result = result.await;
+        let result: Result<(), BitmapError> = result.await;
         not_stored.extend(result.err().map(|error| (ANY.to_owned(), error)));
         not_stored
     }
@@ -261,7 +421,7 @@ impl Qcow2Image {
     /// request may be in flight.
     pub(in crate::qcow2) async fn resize_bitmaps(&self, from: u64, to: u64, suspended: &[Vec<u8>]) {
         if from != to {
-            self.recorded().iter().for_each(|recorded| recorded.resize(to));
+            self.recorded().iter().for_each(|recorded| recorded.resize(from, to));
         }
         if suspended.is_empty() {
             return;
@@ -307,6 +467,15 @@ impl Qcow2Image {
     }
 }
 
+/// Fails if the bits of a further bitmap exceed the limit of an image.
+fn check_recorded(used: u64, bytes: u64) -> Result<(), BitmapError> {
+    if used.saturating_add(bytes) > MAX_RECORDED {
+        let message = format!("all recording bitmaps would need more than {MAX_RECORDED} bytes of memory");
+        return Err(BitmapError::InvalidValue(message));
+    }
+    Ok(())
+}
+
 /// Bitmaps that are being stored: first the bits, then a directory that refers to all of them.
 struct BitmapStore<'a> {
     image: &'a Qcow2Image,
@@ -320,10 +489,7 @@ struct BitmapStore<'a> {
 impl<'a> BitmapStore<'a> {
     async fn new(image: &'a Qcow2Image) -> Result<Self, BitmapError> {
         let entries = image.bitmaps().await?;
-        // Bitmaps that are no longer in use were changed meanwhile by another program or call:
-        // skipped.
-        let in_use = entries.iter().enumerate().filter(|(_, entry)| entry.flags & flag::IN_USE != 0);
-        let by_name = in_use.map(|(index, entry)| (entry.name.clone(), index)).collect();
+        let by_name = entries.iter().enumerate().map(|(index, entry)| (entry.name.clone(), index)).collect();
         Ok(Self { image, entries, by_name, old: Vec::new(), changed: false })
     }
 
@@ -332,6 +498,9 @@ impl<'a> BitmapStore<'a> {
         let Some(entry) = self.by_name.get(name).map(|&index| &mut self.entries[index]) else {
             return Ok(());
         };
+        if bits.is_none() && entry.flags & flag::IN_USE == 0 {
+            return Ok(());
+        }
         if let Some(bits) = bits {
             let stored = self.image.store_bits(&bits).await;
             let (table_offset, table_entries) = stored.map_err(|why| (entry.name().into_owned(), why))?;
@@ -350,8 +519,11 @@ impl<'a> BitmapStore<'a> {
             return self.store(name, None).await;
         }
         let bits = self.image.read_bits(entry, from).await;
-        let bits = bits.map_err(|why| (entry.name().into_owned(), why))?;
-        self.store(name, Some(bits.resized(to))).await
+        let mut bits = bits.map_err(|why| (entry.name().into_owned(), why))?.resized(to);
+        if entry.flags & flag::AUTO != 0 {
+            bits.mark(from..to);
+        }
+        self.store(name, Some(bits)).await
     }
 
     async fn finish(self) -> Result<(), BitmapError> {

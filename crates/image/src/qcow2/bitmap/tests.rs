@@ -2,7 +2,10 @@
 
 use proptest::prelude::*;
 
-use super::{BitmapEntry, BitmapView, DirtyBits, directory::flag, encode, view::BitmapViewError};
+use super::{
+    BitmapChange, BitmapEntry, BitmapError, BitmapView, DirtyBits, MergeSource, NewBitmap, RotatedBitmap,
+    directory::flag, encode, view::BitmapViewError,
+};
 use reactor::{buffer::IoBuffer, error::Error, sim};
 use storage::{Durability, ResizeError, Storage, ZeroOptions};
 
@@ -34,7 +37,19 @@ enum BitmapTestStep {
     HandOver,
     /// Another process opens the image, writes a range and closes it; this process then resumes it.
     UseElsewhere(u64, u64),
+    Add(usize, u32, bool),
+    Remove(usize),
+    Clear(usize),
+    Enable(usize, bool),
+    Merge(usize, usize),
+    /// Begins anew, for a backup.
+    Rotate(usize),
+    /// Ends the backup, with success or not.
+    EndRotation(bool),
 }
+
+/// Names of bitmaps; the first three exist at the beginning.
+const NAMES: [&str; 4] = ["one", "off", "other", "added"];
 
 fn steps() -> impl Strategy<Value = BitmapTestStep> {
     // In bytes; most offsets are not aligned to anything.
@@ -50,6 +65,13 @@ fn steps() -> impl Strategy<Value = BitmapTestStep> {
         1 => Just(BitmapTestStep::Resume),
         1 => Just(BitmapTestStep::HandOver),
         1 => range().prop_map(|(at, length)| BitmapTestStep::UseElsewhere(at, length)),
+        1 => (0..4_usize, 9..18_u32, any::<bool>()).prop_map(|(at, bits, on)| BitmapTestStep::Add(at, bits, on)),
+        1 => (0..4_usize).prop_map(BitmapTestStep::Remove),
+        1 => (0..4_usize).prop_map(BitmapTestStep::Clear),
+        2 => (0..4_usize, any::<bool>()).prop_map(|(at, on)| BitmapTestStep::Enable(at, on)),
+        1 => (0..4_usize, 0..4_usize).prop_map(|(to, from)| BitmapTestStep::Merge(to, from)),
+        2 => (0..4_usize).prop_map(BitmapTestStep::Rotate),
+        2 => any::<bool>().prop_map(BitmapTestStep::EndRotation),
     ]
 }
 
@@ -61,19 +83,66 @@ struct BitmapModel {
     enabled: bool,
     in_use: bool,
     marked: Vec<bool>,
+    /// Marks of before the begin of a backup.
+    earlier: Option<Vec<bool>>,
+    /// Marks in the file.
+    stored: Vec<bool>,
+    /// True if the disk has changed since they were stored.
+    changed: bool,
 }
 
 impl BitmapModel {
+    fn new(name: &'static str, granularity_bits: u32, enabled: bool, size: u64) -> Self {
+        let marked = vec![false; size.div_ceil(1 << granularity_bits) as usize];
+        let stored = marked.clone();
+        Self { name, granularity_bits, enabled, in_use: false, marked, earlier: None, stored, changed: false }
+    }
+
+    fn granules(&self, at: u64, length: u64) -> std::ops::Range<usize> {
+        let bits = self.granularity_bits;
+        (at >> bits) as usize..(at + length).div_ceil(1 << bits) as usize
+    }
+
     fn mark(&mut self, at: u64, length: u64) {
-        if self.enabled && length > 0 {
-            for bit in at >> self.granularity_bits..=(at + length - 1) >> self.granularity_bits {
-                self.marked[bit as usize] = true;
+        if self.enabled {
+            self.changed = true;
+            let granules = self.granules(at, length);
+            if length > 0 {
+                self.marked[granules].fill(true);
             }
         }
     }
 
-    fn resize(&mut self, size: u64) {
-        self.marked.resize(size.div_ceil(1 << self.granularity_bits) as usize, false);
+    /// Growing marks the added space.
+    fn resize(&mut self, from: u64, to: u64) {
+        let added = (from < to && self.enabled).then(|| self.granules(from, to - from));
+        let count = self.granules(0, to).end;
+        for marks in [&mut self.marked, &mut self.stored].into_iter().chain(&mut self.earlier) {
+            marks.resize(count, false);
+            if let Some(added) = added.clone() {
+                marks[added].fill(true);
+            }
+        }
+    }
+
+    /// All marks, those of before a backup included.
+    fn all(&self) -> Vec<bool> {
+        match &self.earlier {
+            None => self.marked.clone(),
+            Some(earlier) => self.marked.iter().zip(earlier).map(|(new, old)| *new || *old).collect(),
+        }
+    }
+
+    /// The file has all marks from now on.
+    fn store(&mut self) {
+        self.stored = self.all();
+        self.changed = false;
+    }
+
+    /// The bitmap is read from the file.
+    fn load(&mut self) {
+        self.marked = self.stored.clone();
+        self.earlier = None;
     }
 }
 
@@ -123,8 +192,8 @@ struct BitmapTestWorld {
     models: Vec<BitmapModel>,
     /// Leaked clusters of images that were not closed.
     leaks: u64,
-    /// True if the disk was changed since the image was opened.
-    changed: bool,
+    /// Backups that are running, by the names of their bitmaps.
+    rotations: Vec<(&'static str, RotatedBitmap)>,
 }
 
 impl BitmapTestWorld {
@@ -135,18 +204,10 @@ impl BitmapTestWorld {
             CreateOptions { size_bytes, cluster_bytes: 1 << cluster_bits, ..CreateOptions::default() };
         create(&storage, None, &options).await.expect("valid");
         let maintenance = Qcow2Image::open_for_maintenance(storage).await.expect("valid");
-        let names = ["one", "off", "other"];
         let mut models = Vec::new();
-        for (name, granularity_bits) in names.into_iter().zip(granularities) {
+        for (name, granularity_bits) in NAMES.into_iter().zip(granularities) {
             maintenance.add_bitmap(name, granularity_bits).await.expect("new");
-            let mut model = BitmapModel {
-                name,
-                granularity_bits,
-                enabled: name != "off",
-                in_use: false,
-                marked: Vec::new(),
-            };
-            model.resize(size_bytes);
+            let mut model = BitmapModel::new(name, granularity_bits, name != "off", size_bytes);
             if !model.enabled {
                 let mut bits = DirtyBits::new(size_bytes, granularity_bits);
                 bits.mark(UNIT * 300..size_bytes);
@@ -154,12 +215,13 @@ impl BitmapTestWorld {
                 maintenance.enable_bitmap(name, false).await.expect("there");
                 let first = (UNIT * 300) >> granularity_bits;
                 model.marked[first as usize..].fill(true);
+                model.store();
             }
             models.push(model);
         }
         maintenance.close().await.expect("memory");
         let image = open(copied(maintenance.storage()).await, false).await;
-        Self { image, cluster_bytes: 1 << cluster_bits, models, leaks: 0, changed: false }
+        Self { image, cluster_bytes: 1 << cluster_bits, models, leaks: 0, rotations: Vec::new() }
     }
 
     async fn step(&mut self, step: &BitmapTestStep) {
@@ -192,18 +254,20 @@ impl BitmapTestWorld {
             }
             BitmapTestStep::Resize(units) => {
                 self.image.resize(units * UNIT).await.expect("possible");
-                // Added space leaves the marks unchanged.
-                self.changed |= units * UNIT < size;
-                self.models.iter_mut().for_each(|model| model.resize(units * UNIT));
+                for model in &mut self.models {
+                    model.changed |= model.enabled && units * UNIT < size;
+                    model.resize(size, units * UNIT);
+                }
             }
             BitmapTestStep::Reopen => {
                 self.image.close().await.expect("memory");
                 let report = check(self.image.storage(), Repair::Nothing).await.expect("valid");
                 assert_eq!((report.corruptions, report.leaks), (0, self.leaks), "{report:?}");
                 let file = copied(self.image.storage()).await;
+                self.models.iter_mut().for_each(BitmapModel::store);
                 self.compare(&open(copied(&file).await, true).await).await;
                 self.image = open(file, false).await;
-                self.changed = false;
+                self.load();
             }
             BitmapTestStep::Abandon => {
                 self.image.flush().await.expect("memory");
@@ -211,10 +275,12 @@ impl BitmapTestWorld {
                 let report = check(&file, Repair::Nothing).await.expect("valid");
                 assert_eq!(report.corruptions, 0, "{report:?}");
                 self.leaks = report.leaks;
-                let changed = std::mem::take(&mut self.changed);
-                self.models.iter_mut().for_each(|model| model.in_use |= model.enabled && changed);
+                for model in &mut self.models {
+                    model.in_use |= model.enabled && std::mem::take(&mut model.changed);
+                }
                 self.compare(&open(copied(&file).await, true).await).await;
                 self.image = open(file, false).await;
+                self.load();
             }
             BitmapTestStep::Resume => {
                 self.suspend().await;
@@ -227,12 +293,15 @@ impl BitmapTestWorld {
                 replace(next.storage(), self.image.storage()).await;
                 next.take_over().await.expect("it was suspended");
                 self.image = next;
+                self.load();
                 self.compare_views(&views).await;
             }
             BitmapTestStep::UseElsewhere(at, length) => {
                 let (at, length) = inside(at, length);
                 let views = self.views_of(&self.image).await;
                 self.image.hand_over().await.expect("memory");
+                self.models.iter_mut().for_each(BitmapModel::store);
+                self.load();
                 for view in &views {
                     assert_eq!(
                         view.marked(0, 1).await,
@@ -247,15 +316,140 @@ impl BitmapTestWorld {
                 replace(self.image.storage(), other.storage()).await;
                 self.image.take_over().await.expect("it was closed");
                 self.mark(at, length);
-                self.changed = false;
+                self.models.iter_mut().for_each(BitmapModel::store);
                 self.compare_views(&views).await;
             }
+            _ => self.change_bitmaps(step).await,
         }
         self.compare_recorded().await;
     }
 
+    fn model(&mut self, at: usize) -> Option<&mut BitmapModel> {
+        self.models.iter_mut().find(|model| model.name == NAMES[at])
+    }
+
+    /// Executes a change of the bitmaps, or checks its error.
+    async fn change_bitmaps(&mut self, step: &BitmapTestStep) {
+        let size = self.image.size_bytes();
+        let change = async |change: &BitmapChange| self.image.drain().await.change_bitmap(change).await;
+        let name = |at: usize| NAMES[at].to_owned();
+        let (at, result) = match *step {
+            BitmapTestStep::Add(at, granularity_bits, is_enabled) => {
+                let new = NewBitmap { name: name(at), granularity_bits, is_persistent: true, is_enabled };
+                let result = change(&BitmapChange::Add(new)).await;
+                if self.model(at).is_some() {
+                    assert_eq!(result, Err(BitmapError::Exists(name(at))));
+                } else {
+                    result.expect("room");
+                    self.models.push(BitmapModel::new(NAMES[at], granularity_bits, is_enabled, size));
+                }
+                return;
+            }
+            BitmapTestStep::Rotate(at) => {
+                let result = self.image.drain().await.rotate_bitmap(NAMES[at]);
+                let Some(model) = self.model(at).filter(|model| model.enabled && !model.in_use) else {
+                    assert_eq!(result.expect_err("it does not record"), BitmapError::NotFound(name(at)));
+                    return;
+                };
+                if model.earlier.is_some() {
+                    assert_eq!(result.expect_err("it has begun anew"), BitmapError::Busy(name(at)));
+                    return;
+                }
+                let none = vec![false; model.marked.len()];
+                model.earlier = Some(std::mem::replace(&mut model.marked, none));
+                self.rotations.push((NAMES[at], result.expect("memory")));
+                return;
+            }
+            BitmapTestStep::EndRotation(is_success) => {
+                let Some((name, rotated)) = self.rotations.pop() else { return };
+                let model = self.models.iter_mut().find(|model| model.name == name).expect("it is busy");
+                match is_success {
+                    true => rotated.drop_earlier(),
+                    false => {
+                        drop(rotated);
+                        model.marked = model.all();
+                    }
+                }
+                model.earlier = None;
+                return;
+            }
+            BitmapTestStep::Remove(at) => (at, change(&BitmapChange::Remove(name(at))).await),
+            BitmapTestStep::Clear(at) => (at, change(&BitmapChange::Clear(name(at))).await),
+            BitmapTestStep::Enable(at, is_enabled) => {
+                (at, change(&BitmapChange::Enable { name: name(at), is_enabled }).await)
+            }
+            BitmapTestStep::Merge(to, from) => {
+                let change_step =
+                    BitmapChange::Merge { name: name(to), sources: vec![MergeSource::Own(name(from))] };
+                let result = change(&change_step).await;
+                if let Some(expected) = self.refusal(from, false) {
+                    assert_eq!(result, Err(expected));
+                    return;
+                }
+                (to, result)
+            }
+            _ => unreachable!("a step of another kind"),
+        };
+        let is_removal = matches!(step, BitmapTestStep::Remove(_));
+        if let Some(expected) = self.refusal(at, is_removal) {
+            assert_eq!(result, Err(expected));
+            return;
+        }
+        result.expect("room");
+        self.apply(step, at);
+    }
+
+    /// Error of a change of this bitmap.
+    fn refusal(&mut self, at: usize, is_removal: bool) -> Option<BitmapError> {
+        let name = NAMES[at].to_owned();
+        match self.model(at) {
+            None => Some(BitmapError::NotFound(name)),
+            Some(model) if model.earlier.is_some() => Some(BitmapError::Busy(name)),
+            Some(model) if model.in_use && !is_removal => Some(BitmapError::InUse(name)),
+            Some(_) => None,
+        }
+    }
+
+    /// Applies a change to the model.
+    fn apply(&mut self, step: &BitmapTestStep, at: usize) {
+        let mut merged = Vec::new();
+        if let BitmapTestStep::Merge(_, from) = *step {
+            let source = self.model(from).expect("checked").clone();
+            let marks = source.marked.iter().enumerate().filter(|(_, marked)| **marked);
+            merged.extend(
+                marks
+                    .map(|(granule, _)| (granule as u64) << source.granularity_bits)
+                    .map(|start| (start, 1_u64 << source.granularity_bits)),
+            );
+        }
+        let size = self.image.size_bytes();
+        let model = self.model(at).expect("checked");
+        match *step {
+            BitmapTestStep::Remove(_) => {
+                self.models.retain(|model| model.name != NAMES[at]);
+                return;
+            }
+            BitmapTestStep::Clear(_) => model.marked.fill(false),
+            // Nothing changes, and nothing is stored.
+            BitmapTestStep::Enable(_, is_enabled) if is_enabled == model.enabled => return,
+            BitmapTestStep::Enable(_, is_enabled) => model.enabled = is_enabled,
+            _ => {
+                for (start, length) in merged {
+                    let granules = model.granules(start, length.min(size - start));
+                    model.marked[granules].fill(true);
+                }
+            }
+        }
+        model.store();
+    }
+
+    /// Bitmaps are read from the file, and backups end.
+    fn load(&mut self) {
+        self.rotations.clear();
+        self.models.iter_mut().for_each(BitmapModel::load);
+    }
+
     fn mark(&mut self, at: u64, length: u64) {
-        self.changed = true;
         self.models.iter_mut().for_each(|model| model.mark(at, length));
     }
 
@@ -265,8 +459,8 @@ impl BitmapTestWorld {
         let file = copied(self.image.storage()).await;
         let report = check(&file, Repair::Nothing).await.expect("valid");
         assert_eq!((report.corruptions, report.leaks), (0, self.leaks), "{report:?}");
+        self.models.iter_mut().for_each(BitmapModel::store);
         self.compare(&open(file, true).await).await;
-        self.changed = false;
     }
 
     /// Views of the bitmaps that record.
@@ -308,7 +502,7 @@ impl BitmapTestWorld {
             if model.in_use {
                 assert_eq!(marked, Err(BitmapViewError::Inconsistent(model.name.to_owned())));
             } else {
-                assert_eq!(marked.as_ref(), Ok(&model.marked), "{}", model.name);
+                assert_eq!(marked.as_ref(), Ok(&model.stored), "{}", model.name);
             }
         }
     }
@@ -344,7 +538,7 @@ fn snapshot_revert_marks_the_whole_disk() {
         world.step(&BitmapTestStep::Resize(MAX_UNITS)).await;
         world.image.apply_snapshot("s").await.expect("there");
         world.models.iter_mut().for_each(|model| {
-            model.resize(MAX_UNITS / 2 * UNIT);
+            model.resize(MAX_UNITS * UNIT, MAX_UNITS / 2 * UNIT);
             if model.enabled {
                 model.marked.fill(true);
             }

@@ -126,6 +126,11 @@ impl BitmapView {
         &self.name
     }
 
+    /// True if it is a bitmap of this image.
+    pub fn is_of(&self, image: &Qcow2Image) -> bool {
+        Arc::ptr_eq(&self.image.0, &image.0)
+    }
+
     /// True if both are bitmaps of the same image; names may repeat in a chain.
     pub fn is_of_the_same_image(&self, other: &Self) -> bool {
         Arc::ptr_eq(&self.image.0, &other.image.0)
