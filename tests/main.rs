@@ -22,6 +22,7 @@ mod attach;
 mod backup;
 mod bench;
 mod bench_vhost_user;
+mod bitmaps;
 mod cache_modes;
 mod cgroup_explain;
 mod cgroup_limit;

@@ -14,6 +14,7 @@
 //! All worker threads share a disk: every method takes `&self`, and the future of a request belongs
 //! to the thread that made it.
 
+mod bitmaps;
 mod changes;
 mod counters;
 mod failures;

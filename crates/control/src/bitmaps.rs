@@ -1,15 +1,90 @@
-//! Resolves the dirty bitmaps that an NBD export offers, in the disk's image or its backing chain.
-//! The lookup happens once, when the export is added.
+//! Dirty bitmaps of disks: those that an NBD export offers, and changes of those of a disk in use.
+//!
+//! An export offers bitmaps of the disk's image or its backing chain. The lookup happens once, when
+//! the export is added. Never changes a bitmap that an export offers: its clients read it.
 
 use std::sync::Arc;
 
+use anyhow::{anyhow, ensure};
 use export::nbd::MAX_BITMAPS;
 use image::{
     Image,
-    qcow2::bitmap::{BitmapView, BitmapViewError},
+    qcow2::bitmap::{BitmapChange, BitmapError, BitmapView, BitmapViewError, NewBitmap},
 };
 
-use super::registry::RunningDisk;
+use super::registry::{Registry, RegistryError, RunningDisk};
+
+/// Smallest default granularity in bytes, as in QEMU.
+const MIN_DEFAULT_GRANULARITY: u64 = 4096;
+
+/// Changes a bitmap of a disk.
+///
+/// # Errors
+/// Reason why it cannot be changed; nothing has changed.
+pub(crate) async fn change_bitmap(
+    registry: &Registry,
+    running: &RunningDisk,
+    change: &BitmapChange,
+) -> anyhow::Result<()> {
+    let disk = running.disk.name();
+    let is_changing = registry.disks.is_incomplete(disk) || registry.disks.is_migrating(disk);
+    ensure!(!is_changing, RegistryError::Busy(disk.to_string()));
+    let (name, action) = match change {
+        BitmapChange::Add(NewBitmap { name, .. }) => (name, "added"),
+        BitmapChange::Remove(name) => (name, "removed"),
+        BitmapChange::Clear(name) => (name, "cleared"),
+        BitmapChange::Enable { name, is_enabled: true } => (name, "enabled"),
+        BitmapChange::Enable { name, is_enabled: false } => (name, "disabled"),
+        BitmapChange::Merge { name, .. } => (name, "merged"),
+    };
+    check_not_exported(registry, running, name)?;
+    running.disk.change_bitmap(change).await.map_err(|error| explain(disk, error))?;
+    tracing::info!(%disk, bitmap = name, "a bitmap was {action}");
+    Ok(())
+}
+
+/// Bits of the granularity of a new bitmap: the cluster size, at least [`MIN_DEFAULT_GRANULARITY`].
+pub(crate) fn default_granularity_bits(image: &Image) -> u32 {
+    let cluster_bytes = match image {
+        Image::Qcow2(image) => image.header().cluster_bytes(),
+        Image::Raw(_) => 0,
+    };
+    cluster_bytes.max(MIN_DEFAULT_GRANULARITY).trailing_zeros()
+}
+
+/// Fails if clients of an export read the bitmap.
+fn check_not_exported(
+    registry: &Registry,
+    running: &RunningDisk,
+    bitmap: &str,
+) -> anyhow::Result<()> {
+    let Image::Qcow2(image) = running.disk.image() else { return Ok(()) };
+    let disk = running.disk.name();
+    for export in registry.exports.of_disk(disk) {
+        let views = export.nbd_parameters.iter().flat_map(|parameters| parameters.bitmaps.iter());
+        let is_exported = views.into_iter().any(|view| &**view.name() == bitmap && view.is_of(image));
+        ensure!(
+            !is_exported,
+            "disk {disk}: the export {} offers the bitmap {bitmap:?} to clients (remove the export first)",
+            export.id
+        );
+    }
+    Ok(())
+}
+
+/// Error of a bitmap of a disk in use.
+pub(crate) fn explain(disk: &str, error: BitmapError) -> anyhow::Error {
+    match error {
+        BitmapError::NotFound(name) => {
+            anyhow!("disk {disk}: there is no bitmap {name:?} (`weir bitmap {disk} list` lists all)")
+        }
+        BitmapError::InUse(name) => anyhow!(
+            "disk {disk}: the bitmap {name:?} is inconsistent: after a crash it may lack marks (remove \
+             it with `weir bitmap {disk} remove {name}`)"
+        ),
+        error => anyhow!("disk {disk}: {error}"),
+    }
+}
 
 /// Returns the bitmaps with these names, in this order.
 pub(crate) async fn find_bitmaps(

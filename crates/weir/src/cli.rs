@@ -9,8 +9,8 @@ use daemon::serve::{QEMU_HEADING, ServeArgs};
 use settings::arguments::limits;
 
 use crate::{
-    attach, backup, cluster, complete, disks_and_groups, generate, jobs, mount_helper, prefetch, record,
-    reload, resume, status, throttle, top, verify,
+    attach, backup, bitmap, cluster, complete, disks_and_groups, generate, jobs, mount_helper, prefetch,
+    record, reload, resume, status, throttle, top, verify,
 };
 
 const ABOUT: &str = "Throttle, prefetch, cache and tune the disks of virtual machines and containers";
@@ -161,6 +161,9 @@ pub(crate) enum WeirCommand {
     /// Add or remove groups, whose disks share limits
     #[command(subcommand, after_help = disks_and_groups::GROUP_EXAMPLES)]
     Group(disks_and_groups::GroupCommand),
+    /// Show or change the dirty bitmaps of a disk of the daemon
+    #[command(after_help = bitmap::EXAMPLES)]
+    Bitmap(bitmap::BitmapArgs),
     /// Copy a disk of the daemon to another image while it is used
     #[command(after_help = backup::EXAMPLES)]
     Backup(Box<backup::BackupArgs>),

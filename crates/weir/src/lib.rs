@@ -7,6 +7,7 @@
 //!   attach               a disk as a device of this host; its keeper process; detach
 //!   status, top          the running state; the same, live
 //!   verify               limits and other guarantees, checked against the daemon's counters
+//!   bitmap               dirty bitmaps of a disk in use
 //!   backup, jobs         copy a disk while it is used; jobs, shown and controlled
 //!   record               requests of disks, recorded into a file
 //!   throttle, prefetch   settings of a disk or group, shown or changed
@@ -29,6 +30,7 @@ mod added_keys;
 mod attach;
 mod background;
 mod backup;
+mod bitmap;
 mod cli;
 mod client;
 mod cluster;
@@ -104,6 +106,7 @@ pub fn main() -> ExitCode {
         WeirCommand::Prefetch(arguments) => settings_command::run(&arguments),
         WeirCommand::Disk(command) => disks_and_groups::disk(command),
         WeirCommand::Group(command) => disks_and_groups::group(command),
+        WeirCommand::Bitmap(arguments) => bitmap::run(arguments),
         WeirCommand::Backup(arguments) => backup::run(*arguments),
         WeirCommand::Jobs(arguments) => jobs::list(arguments),
         WeirCommand::Job(command) => jobs::run(command),

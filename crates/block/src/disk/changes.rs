@@ -29,7 +29,7 @@ use storage::{
 };
 
 /// Timeout of [`Disk::begin_point_in_time`]: clients' changes wait for as long.
-const QUIESCE_TIMEOUT: Duration = Duration::from_secs(5);
+pub(super) const QUIESCE_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// A change in flight, and the image that it must be made in. The gate is closed while the image is
 /// switched, so the image is the current one until the guard is dropped.

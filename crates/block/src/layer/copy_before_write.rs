@@ -133,6 +133,11 @@ impl CopyBeforeWrite {
         drop(ended);
     }
 
+    /// True while the disk is suspended for another process.
+    pub(crate) fn is_suspended(&self) -> bool {
+        self.lock().is_suspended
+    }
+
     /// Prevents that a point in time begins, or permits it again; returns the present one.
     pub(crate) fn suspend(&self, is_suspended: bool) -> Option<Arc<PointInTime>> {
         let mut place = self.lock();

@@ -119,16 +119,7 @@ impl QmpArguments {
         let Some(value) = self.take(key) else { return Ok(None) };
         let name = self.full_name(key);
         match value {
-            Value::Object(members) => {
-                let (written, passed) = (self.is_text_form, self.descriptors.clone());
-                Ok(Some(Self {
-                    prefix: name + ".",
-                    members,
-                    known_keys: Vec::new(),
-                    is_text_form: written,
-                    descriptors: passed,
-                }))
-            }
+            Value::Object(members) => Ok(Some(self.nested(name + ".", members))),
             _ => Err(QmpError::wrong_type(&name, "object")),
         }
     }
@@ -138,20 +129,35 @@ impl QmpArguments {
         let items: Vec<Value> = self.optional(key)?.unwrap_or_default();
         let name = self.full_name(key);
         let object = |(index, item)| match item {
-            Value::Object(members) => {
-                let prefix = format!("{name}[{index}].");
-                let (written, passed) = (self.is_text_form, self.descriptors.clone());
-                Ok(Self {
-                    prefix,
-                    members,
-                    known_keys: Vec::new(),
-                    is_text_form: written,
-                    descriptors: passed,
-                })
-            }
+            Value::Object(members) => Ok(self.nested(format!("{name}[{index}]."), members)),
             _ => Err(QmpError::wrong_type(&format!("{name}[{index}]"), "object")),
         };
         items.into_iter().enumerate().map(object).collect()
+    }
+
+    /// Array of names or objects, as [`QmpArguments::reference`]. Mandatory.
+    pub(crate) fn references(&mut self, key: &str, expected: &str) -> Result<Vec<NodeReference>, QmpError> {
+        let items: Vec<Value> = self.required(key)?;
+        let name = self.full_name(key);
+        let reference = |(index, item)| match item {
+            Value::String(text) => Ok(NodeReference::Name(text)),
+            Value::Object(members) => {
+                Ok(NodeReference::Description(self.nested(format!("{name}[{index}]."), members)))
+            }
+            _ => Err(QmpError::wrong_type(&format!("{name}[{index}]"), expected)),
+        };
+        items.into_iter().enumerate().map(reference).collect()
+    }
+
+    /// Members of an object among these arguments.
+    fn nested(&self, prefix: String, members: Map<String, Value>) -> Self {
+        Self {
+            prefix,
+            members,
+            known_keys: Vec::new(),
+            is_text_form: self.is_text_form,
+            descriptors: self.descriptors.clone(),
+        }
     }
 
     /// Name of an object, or an object that describes it. `expected` is QMP's type for errors.

@@ -27,6 +27,7 @@ macro_rules! query {
 }
 
 mod adding;
+mod bitmap;
 pub(super) mod block;
 mod cluster;
 mod descriptor;
@@ -69,6 +70,12 @@ pub(crate) const TABLE: &[CommandEntry] = &[
     CommandEntry::of::<block::BlockdevAdd>(),
     CommandEntry::of::<block::BlockdevDel>(),
     CommandEntry::of::<block::BlockResize>(),
+    CommandEntry::of::<bitmap::AddBitmap>(),
+    CommandEntry::of::<bitmap::RemoveBitmap>(),
+    CommandEntry::of::<bitmap::ClearBitmap>(),
+    CommandEntry::of::<bitmap::EnableBitmap>(),
+    CommandEntry::of::<bitmap::DisableBitmap>(),
+    CommandEntry::of::<bitmap::MergeBitmaps>(),
     CommandEntry::of::<server::NbdServerStart>(),
     CommandEntry::of::<server::NbdServerStop>(),
     CommandEntry::of::<export::BlockExportAdd>(),

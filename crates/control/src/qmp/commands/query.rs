@@ -13,6 +13,7 @@ use image::{
 use policy::time::Duration;
 use serde_json::{Value, json};
 
+use super::bitmap;
 use crate::{
     qmp::{arguments::QmpArguments, command::QmpCommand, error::QmpError, errors, settings},
     registry::{Registry, RunningDisk},
@@ -111,6 +112,11 @@ async fn block_device_info(running: &RunningDisk) -> Value {
     }
     if let Some(backing) = header.as_ref().and_then(|header| header.backing.as_ref()) {
         info.insert("backing_file".to_owned(), json!(backing.name));
+    }
+    // Unreadable bitmaps are in the log; the disk itself can be used.
+    let bitmaps = disk.bitmap_statuses().await.unwrap_or_default();
+    if !bitmaps.is_empty() {
+        info.insert("dirty-bitmaps".to_owned(), bitmaps.iter().map(bitmap::dirty_info).collect());
     }
     Value::Object(info)
 }
