@@ -20,6 +20,7 @@ mod access;
 mod advise;
 mod attach;
 mod backup;
+mod backup_chain;
 mod bench;
 mod bench_vhost_user;
 mod bitmaps;

@@ -6,6 +6,8 @@
 //!                         events, log, QMP events ◄┴────────────────────────────────────┘
 //! ```
 //!
+//! A bitmap loses the marks of before a backup only after the target is closed.
+//!
 //! Runs on the main thread, except for the work itself. Never creates or removes a target.
 
 use std::{
@@ -16,9 +18,13 @@ use std::{
 
 use anyhow::{Context as _, bail, ensure};
 use block::{disk::Disk, layer::throttle::BackgroundSettings};
-use image::{Image, open::ImageOptions};
+use image::{
+    Image,
+    open::{BackingChoice, ImageOptions},
+    qcow2::bitmap::BitmapChange,
+};
 use jobs::{
-    backup::{Backup, BackupSizes, BackupTarget},
+    backup::{Backup, BackupBitmap, BackupOptions, BackupTarget},
     job::{Job, JobKind, JobResult, JobState},
 };
 use policy::time::Duration;
@@ -27,6 +33,7 @@ use settings::ImageLocation;
 use storage::{FileIdentity, ImageFormat, OpenOptions};
 
 use crate::{
+    bitmaps::prepare_for_backup,
     change::RegistryChange,
     events::{Kind, NewEvent},
     image_opening::{ImageOpenAttempt, ImageOpenRequest},
@@ -44,13 +51,46 @@ pub(crate) struct BackupRequest {
     /// Id; chosen from the name of the disk if there is none.
     pub(crate) id: Option<String>,
     pub(crate) disk: String,
-    pub(crate) target: ImageLocation,
+    pub(crate) target: RequestedTarget,
+    pub(crate) bitmap: Option<BackupBitmap>,
+    /// True if the bitmap has all of its marks again after a success too.
+    pub(crate) keeps_marks: bool,
+    /// True if the job is not listed any more once it has concluded.
+    pub(crate) is_auto_dismissed: bool,
+    pub(crate) settings: BackgroundSettings,
+}
+
+/// Target of a backup, as requested.
+#[derive(Debug)]
+pub(crate) enum RequestedTarget {
+    Image(TargetImage),
+    /// Another disk of the daemon.
+    Disk(String),
+}
+
+/// Target that is to be opened.
+#[derive(Debug)]
+pub(crate) struct TargetImage {
+    pub(crate) location: ImageLocation,
     /// The target's file, which the client has opened.
     pub(crate) descriptor: Option<PassedFd>,
     pub(crate) format: Option<ImageFormat>,
     /// True if the target was just created, and reads as zeroes.
     pub(crate) is_new: bool,
-    pub(crate) settings: BackgroundSettings,
+    /// True if the target is a qcow2 image whose backing file has the last backup.
+    pub(crate) is_overlay: bool,
+}
+
+/// State of a backup that its end needs.
+#[derive(Debug)]
+struct BackupEnd {
+    job: Arc<Job>,
+    image: Arc<Image>,
+    /// True if the target was opened for the backup.
+    is_own_image: bool,
+    keeps_marks: bool,
+    /// Disk and bitmap that was added for the backup.
+    added_bitmap: Option<(Arc<Disk>, String)>,
 }
 
 /// Starts a backup of a disk; returns the id of its job. The content is that of an instant during
@@ -59,33 +99,65 @@ pub(crate) struct BackupRequest {
 /// # Errors
 /// Reason why it cannot start; nothing has changed.
 pub(crate) async fn start_backup(registry: &Rc<Registry>, request: BackupRequest) -> anyhow::Result<String> {
-    let BackupRequest { id, disk: name, target, descriptor, format, is_new, settings } = request;
-    let starting = reserve(registry, id, &name).await?;
-    let shown = target.to_string();
-    check_server(registry, &target)?;
+    let BackupRequest { id, disk: name, target, bitmap, keeps_marks, is_auto_dismissed, settings } = request;
+    let mut disks = vec![name.clone()];
+    let (shown, target_disk) = match &target {
+        RequestedTarget::Image(image) => (image.location.to_string(), None),
+        RequestedTarget::Disk(disk) => {
+            disks.push(disk.clone());
+            (disk.clone(), Some(disk.clone()))
+        }
+    };
+    let starting = reserve(registry, id, &disks).await?;
+    let is_own_image = target_disk.is_none();
     // Without the lock: the answer of a storage server may take long.
-    let image = Arc::new(open_target(registry, &target, descriptor, format).await?);
+    let opened = match target {
+        RequestedTarget::Image(image) => Ok(image.open(registry).await?),
+        RequestedTarget::Disk(disk) => Err(disk),
+    };
     let own_devices = own_devices(registry).await;
     let _guard = registry.lock_structure().await?;
-    let disk = Arc::clone(&registry.disks.get(&name)?.disk);
+    let target = opened.or_else(|disk| target_of_disk(registry, &name, &disk))?;
+    let image = Arc::clone(&target.image);
+    let listed = registry.disks.get(&name)?;
+    let disk = Arc::clone(&listed.disk);
     check_target(&disk, &image, &own_devices, &shown)?;
     check_settings(&disk, settings)?;
+    let is_added = match &bitmap {
+        Some(bitmap) => prepare_for_backup(registry, &listed, bitmap).await?,
+        None => false,
+    };
+    let added_bitmap = bitmap.as_ref().filter(|_| is_added);
+    let added_bitmap = added_bitmap.map(|bitmap| (Arc::clone(&disk), bitmap.name.clone()));
     let job = Job::new(&starting.id, JobKind::Backup);
-    let backup_target = BackupTarget { image: Arc::clone(&image), is_zero: is_new };
-    let backup = Backup::begin(&job, &disk, backup_target, settings, BackupSizes::default()).await;
-    let backup = backup.with_context(|| format!("disk {name}: no backup to {shown}"))?;
+    let options = BackupOptions { settings, bitmap, ..BackupOptions::default() };
+    let backup = match Backup::begin(&job, &disk, target, options).await {
+        Ok(backup) => backup,
+        Err(error) => {
+            remove_added(added_bitmap).await;
+            return Err(error).with_context(|| format!("disk {name}: no backup to {shown}"));
+        }
+    };
     // Not before: all listed jobs are cancelled when the end of the daemon begins.
     ensure!(!registry.lifecycle.is_ending.get(), "weir is stopping");
     let number = registry.jobs.next_number();
     let member = Arc::clone(backup.member());
-    let running = Rc::new(RunningJob { job: Arc::clone(&job), disk: name, target: shown, member, number });
+    let running = Rc::new(RunningJob {
+        job: Arc::clone(&job),
+        disk: name,
+        target: shown,
+        target_disk,
+        is_auto_dismissed,
+        member,
+        number,
+    });
     for id in registry.jobs.insert(&running) {
         notify_dismissal(registry, id);
     }
     drop(starting);
     reactor::spawn(watch(Rc::downgrade(registry), running));
     let id = job.id().to_string();
-    let work = move || run_backup(backup, image, job);
+    let work = move || run_backup(backup, BackupEnd { job, image, is_own_image, keeps_marks, added_bitmap });
     match registry.exports.endpoint_parameters() {
         Ok(parameters) if !parameters.workers.is_empty() => {
             parameters.workers[number % parameters.workers.len()].spawn(work);
@@ -96,18 +168,30 @@ pub(crate) async fn start_backup(registry: &Rc<Registry>, request: BackupRequest
     Ok(id)
 }
 
-/// Reserves the disk and the id of a backup, unless a command changes the disk at this moment.
+/// Reserves the disks and the id of a backup, unless a command changes a disk at this moment.
 async fn reserve<'a>(
     registry: &'a Registry,
     id: Option<String>,
-    disk: &str,
+    disks: &[String],
 ) -> anyhow::Result<StartingJob<'a>> {
-    // A reload in progress may have found the disk without a job already.
+    // A reload in progress may have found a disk without a job already.
     let _guard = registry.lock_structure().await?;
-    registry.disks.get(disk)?;
-    let is_changing = registry.disks.is_incomplete(disk) || registry.disks.is_migrating(disk);
-    ensure!(!is_changing, RegistryError::Busy(disk.to_owned()));
-    registry.jobs.reserve(id, disk)
+    for disk in disks {
+        registry.disks.get(disk)?;
+        let is_changing = registry.disks.is_incomplete(disk) || registry.disks.is_migrating(disk);
+        ensure!(!is_changing, RegistryError::Busy(disk.clone()));
+    }
+    registry.jobs.reserve(id, disks)
+}
+
+/// The image of another disk as the target.
+fn target_of_disk(registry: &Registry, source: &str, name: &str) -> anyhow::Result<BackupTarget> {
+    ensure!(source != name, "{name}: it is the disk itself (use another target)");
+    let target = registry.disks.get(name)?;
+    if let Some(export) = registry.exports.of_disk(name).first() {
+        bail!("disk {name}: it is exported as {} (remove the export, or use another target)", export.id);
+    }
+    Ok(BackupTarget { image: target.disk.image(), is_zero: false, is_overlay: false })
 }
 
 /// Checks settings of a job of this disk.
@@ -124,38 +208,45 @@ pub(crate) fn check_settings(disk: &Disk, settings: BackgroundSettings) -> anyho
     Ok(())
 }
 
-async fn open_target(
-    registry: &Registry,
-    target: &ImageLocation,
-    descriptor: Option<PassedFd>,
-    format: Option<ImageFormat>,
-) -> anyhow::Result<Image> {
-    if descriptor.is_none() {
-        registry.check_image(target).await?;
-    }
-    let storage = OpenOptions {
-        format,
-        exclusive: true,
-        root: registry.image_root().cloned(),
-        descriptor: descriptor.map(Arc::new),
-        ..OpenOptions::default()
-    };
-    let options = ImageOptions { storage, ..ImageOptions::default() };
-    let request = ImageOpenRequest {
-        name: target.to_string(),
-        spec: target.to_spec()?,
-        options,
-        qcow2_key_origin: None,
-    };
-    // Its own time limit is for images that a later attempt may open; a target is opened once.
-    let attempt = ImageOpenAttempt::begin(request, target.path().is_none());
-    match reactor::timeout(OPEN_TIMEOUT, attempt.outcome()).await {
-        Ok(Ok(opened)) => opened.map_err(|error| registry.with_holder_if_lock_error(error, [])),
-        Ok(Err(unavailable)) => bail!("{target}: {unavailable}"),
-        Err(_) => bail!(
-            "{target}: no answer in {} s (check the server, or use another target)",
-            OPEN_TIMEOUT.as_secs()
-        ),
+impl TargetImage {
+    async fn open(self, registry: &Registry) -> anyhow::Result<BackupTarget> {
+        let Self { location: target, descriptor, format, is_new, is_overlay } = self;
+        check_server(registry, &target)?;
+        if descriptor.is_none() {
+            registry.check_image(&target).await?;
+        }
+        let storage = OpenOptions {
+            format,
+            exclusive: true,
+            root: registry.image_root().cloned(),
+            descriptor: descriptor.map(Arc::new),
+            ..OpenOptions::default()
+        };
+        // The backing file is not needed, and the daemon may lack the permission to read it.
+        let backing = if is_overlay { BackingChoice::Nothing } else { BackingChoice::AsInImage };
+        let options = ImageOptions { storage, backing, ..ImageOptions::default() };
+        let request = ImageOpenRequest {
+            name: target.to_string(),
+            spec: target.to_spec()?,
+            options,
+            qcow2_key_origin: None,
+        };
+        // Its own time limit is for images that a later attempt may open; a target is opened once.
+        let attempt = ImageOpenAttempt::begin(request, target.path().is_none());
+        let image = match reactor::timeout(OPEN_TIMEOUT, attempt.outcome()).await {
+            Ok(Ok(opened)) => opened.map_err(|error| registry.with_holder_if_lock_error(error, []))?,
+            Ok(Err(unavailable)) => bail!("{target}: {unavailable}"),
+            Err(_) => bail!(
+                "{target}: no answer in {} s (check the server, or use another target)",
+                OPEN_TIMEOUT.as_secs()
+            ),
+        };
+        let has_backing = matches!(&image, Image::Qcow2(image) if image.header().backing.is_some());
+        ensure!(
+            has_backing || !is_overlay,
+            "{target}: it is no qcow2 image with a backing file (create one over the last backup)"
+        );
+        Ok(BackupTarget { image: Arc::new(image), is_zero: is_new && !is_overlay, is_overlay })
     }
 }
 
@@ -203,8 +294,25 @@ fn storage_keys(image: &Image) -> Vec<String> {
 }
 
 /// Runs a backup to its end, on the thread that it belongs to.
-async fn run_backup(backup: Backup, image: Arc<Image>, job: Arc<Job>) {
+async fn run_backup(mut backup: Backup, end: BackupEnd) {
+    let BackupEnd { job, image, is_own_image, keeps_marks, added_bitmap } = end;
+    let bitmap = backup.take_bitmap();
     let result = backup.run().await;
+    let result = if is_own_image { close_target(image, result).await } else { result };
+    let is_complete = result == JobResult::Completed;
+    if let Some(bitmap) = bitmap
+        && is_complete
+        && !keeps_marks
+    {
+        bitmap.drop_earlier();
+    }
+    // Otherwise the bitmap has the marks of before the backup again.
+    remove_added(added_bitmap.filter(|_| !is_complete)).await;
+    job.conclude(result);
+}
+
+/// Closes the target; returns the result of the backup with it.
+async fn close_target(image: Arc<Image>, result: JobResult) -> JobResult {
     let closing = reactor::timeout(CLOSE_TIMEOUT, image.close()).await;
     let closed = image.closed();
     // The last reference: the files are closed and their locks released.
@@ -213,7 +321,7 @@ async fn run_backup(backup: Backup, image: Arc<Image>, job: Arc<Job>) {
         // The channel carries no values; it closes.
         let _ = reactor::timeout(CLOSE_TIMEOUT, file.recv()).await;
     }
-    let result = match (result, closing) {
+    match (result, closing) {
         (JobResult::Completed, Ok(Err(error))) => {
             JobResult::Failed(format!("the target cannot be closed: {error}"))
         }
@@ -222,8 +330,16 @@ async fn run_backup(backup: Backup, image: Arc<Image>, job: Arc<Job>) {
             CLOSE_TIMEOUT.as_secs()
         )),
         (result, _) => result,
-    };
-    job.conclude(result);
+    }
+}
+
+/// Removes a bitmap that was added for a backup that has failed.
+async fn remove_added(added: Option<(Arc<Disk>, String)>) {
+    let Some((disk, bitmap)) = added else { return };
+    if let Err(error) = disk.change_bitmap(&BitmapChange::Remove(bitmap.clone())).await {
+        let disk = disk.name();
+        tracing::warn!(%disk, bitmap, %error, "a bitmap of a failed backup cannot be removed (remove it)");
+    }
 }
 
 /// Reports the changes of a job's state until it has concluded.
@@ -245,6 +361,13 @@ async fn watch(registry: Weak<Registry>, running: Rc<RunningJob>) {
             // In QEMU's order.
             registry.notify(&RegistryChange::JobEnded { job: Box::new(running.report()) });
             notify_state(&registry, &running, state);
+            // The job has changed the image of its target past the disk.
+            if let Some(Ok(target)) = running.target_disk.as_deref().map(|disk| registry.disks.get(disk)) {
+                target.disk.prefetch().invalidate_all();
+            }
+            if running.is_auto_dismissed && registry.jobs.dismiss(&running) {
+                notify_dismissal(&registry, running.job.id().to_string());
+            }
             registry.end_if_idle();
             return;
         }

@@ -11,6 +11,7 @@ use image::{
     Image,
     qcow2::bitmap::{BitmapChange, BitmapError, BitmapView, BitmapViewError, NewBitmap},
 };
+use jobs::backup::BackupBitmap;
 
 use super::registry::{Registry, RegistryError, RunningDisk};
 
@@ -52,13 +53,50 @@ pub(crate) fn default_granularity_bits(image: &Image) -> u32 {
     cluster_bytes.max(MIN_DEFAULT_GRANULARITY).trailing_zeros()
 }
 
+/// Prepares the bitmap of a backup; returns true if it was added for it.
+///
+/// # Errors
+/// Reason why the backup cannot use it.
+pub(crate) async fn prepare_for_backup(
+    registry: &Registry,
+    running: &RunningDisk,
+    bitmap: &BackupBitmap,
+) -> anyhow::Result<bool> {
+    let (disk, name) = (running.disk.name(), &bitmap.name);
+    let statuses = running.disk.bitmap_statuses().await.map_err(|error| explain(disk, error))?;
+    let Some(status) = statuses.into_iter().find(|status| status.name == *name) else {
+        if bitmap.is_incremental {
+            return Err(explain(disk, BitmapError::NotFound(name.clone())));
+        }
+        let new = NewBitmap {
+            name: name.clone(),
+            granularity_bits: default_granularity_bits(&running.disk.image()),
+            is_persistent: true,
+            is_enabled: true,
+        };
+        change_bitmap(registry, running, &BitmapChange::Add(new)).await?;
+        return Ok(true);
+    };
+    if status.is_inconsistent {
+        return Err(explain(disk, BitmapError::InUse(name.clone())));
+    }
+    ensure!(
+        status.is_recording || !status.is_persistent,
+        "disk {disk}: the bitmap {name:?} does not record writes (enable it with `weir bitmap {disk} \
+         enable {name}`, and make a full backup)"
+    );
+    check_not_exported(registry, running, name)?;
+    Ok(false)
+}
+
 /// Fails if clients of an export read the bitmap.
-fn check_not_exported(
+pub(crate) fn check_not_exported(
     registry: &Registry,
     running: &RunningDisk,
     bitmap: &str,
 ) -> anyhow::Result<()> {
-    let Image::Qcow2(image) = running.disk.image() else { return Ok(()) };
+    let current = running.disk.image();
+    let Image::Qcow2(image) = &*current else { return Ok(()) };
     let disk = running.disk.name();
     for export in registry.exports.of_disk(disk) {
         let views = export.nbd_parameters.iter().flat_map(|parameters| parameters.bitmaps.iter());

@@ -13,6 +13,10 @@
 //! Ranges that read as zeroes are not copied. The target receives zeroes as zeroes, which it can
 //! store without allocating space.
 //!
+//! With a bitmap, the bitmap begins anew at the instant. An incremental backup copies only what the
+//! bitmap marked until then. Its target has the content of the last backup: below it, as a backing
+//! file that is not open here, or in it.
+//!
 //! Never changes the disk. If the backup fails or is cancelled, the target has undefined content;
 //! its owner removes it.
 
@@ -29,12 +33,15 @@ use std::{
 use block::{
     disk::{AdmissionPermit, Disk, DiskPoint},
     layer::{
-        copy_before_write::{OldData, PointFailure, PointOptions},
+        copy_before_write::{OldData, PointFailure, PointInTime, PointOptions},
         throttle::{BackgroundMember, BackgroundSettings},
     },
 };
 use event_listener::Event;
-use image::Image;
+use image::{
+    Image, Qcow2Image,
+    qcow2::bitmap::{BitmapError, RotatedBitmap},
+};
 use policy::throttle::ThrottleError;
 use reactor::{JoinHandle, buffer::zero, error::Error, select::first};
 use storage::{Durability, RangeLocks, ZeroOptions};
@@ -72,8 +79,28 @@ impl Default for BackupSizes {
     }
 }
 
+/// Options of a backup.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct BackupOptions {
+    /// Limits and weight.
+    pub settings: BackgroundSettings,
+    /// Sizes.
+    pub sizes: BackupSizes,
+    /// Bitmap that begins anew at the instant.
+    pub bitmap: Option<BackupBitmap>,
+}
+
+/// Bitmap of a backup.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct BackupBitmap {
+    /// Name of a bitmap of the disk's image.
+    pub name: String,
+    /// True if only its marks are copied.
+    pub is_incremental: bool,
+}
+
 /// Reason why a backup failed.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum BackupError {
     /// The disk, or the buffer for its old data.
     #[error(transparent)]
@@ -81,6 +108,12 @@ pub enum BackupError {
     /// The limits of the backup.
     #[error(transparent)]
     Throttle(#[from] ThrottleError),
+    /// The bitmap cannot be used.
+    #[error(transparent)]
+    Bitmap(#[from] BitmapError),
+    /// The disk's image has no bitmaps.
+    #[error("its image is raw, which has no bitmaps (make a full backup without a bitmap)")]
+    NoBitmaps,
     /// The target is smaller than the disk.
     #[error("the target has {target_bytes} bytes, and the disk {disk_bytes} (use a larger target)")]
     TooSmall {
@@ -116,6 +149,23 @@ pub struct BackupTarget {
     pub image: Arc<Image>,
     /// True if all of it reads as zeroes, because it was just created.
     pub is_zero: bool,
+    /// True if it is a qcow2 image whose backing file is not open. Only whole clusters are written.
+    pub is_overlay: bool,
+}
+
+impl BackupTarget {
+    /// The image, if it is an overlay.
+    fn overlay(&self) -> Option<&Qcow2Image> {
+        match &*self.image {
+            Image::Qcow2(image) if self.is_overlay => Some(image),
+            Image::Qcow2(_) | Image::Raw(_) => None,
+        }
+    }
+
+    /// Unit in bytes in which it is written, at least.
+    fn unit_bytes(&self) -> u64 {
+        self.overlay().map_or(1, |overlay| overlay.header().cluster_bytes())
+    }
 }
 
 /// A backup that has a point in time, and has not copied anything.
@@ -124,6 +174,7 @@ pub struct Backup {
     job: Arc<Job>,
     point: DiskPoint,
     target: BackupTarget,
+    bitmap: Option<RotatedBitmap>,
 }
 
 /// State that the tasks of a backup share.
@@ -145,14 +196,16 @@ impl Backup {
     /// running then.
     ///
     /// # Errors
-    /// [`BackupError`]: invalid limits, a target that is too small, or no point in time can begin.
+    /// [`BackupError`]: invalid limits, a target that is too small, a bitmap that cannot be used,
+    /// or no point in time can begin.
     pub async fn begin(
         job: &Arc<Job>,
         disk: &Arc<Disk>,
         target: BackupTarget,
-        settings: BackgroundSettings,
-        sizes: BackupSizes,
+        options: BackupOptions,
     ) -> Result<Self, BackupError> {
+        let BackupOptions { settings, sizes, bitmap } = options;
+        let cluster_bytes = sizes.cluster_bytes.max(target.unit_bytes());
         let check_size = |disk_bytes| match target.image.size_bytes() {
             target_bytes if target_bytes < disk_bytes => {
                 Err(BackupError::TooSmall { target_bytes, disk_bytes })
@@ -163,16 +216,29 @@ impl Backup {
         check_size(disk.size_bytes())?;
         let member = Arc::new(BackgroundMember::new(settings)?);
         let options = PointOptions {
-            cluster_bytes: sizes.cluster_bytes,
+            cluster_bytes,
             max_buffer_bytes: sizes.max_buffer_bytes,
             // The target's metadata caches included.
-            copy_bytes: COPIES as u64 * COPY_BYTES.max(sizes.cluster_bytes) + target.image.max_cache_bytes(),
+            copy_bytes: COPIES as u64 * COPY_BYTES.max(cluster_bytes) + target.image.max_cache_bytes(),
         };
-        let point = disk.begin_point_in_time(member, options).await?;
-        // The disk may have grown since.
-        check_size(point.point().size_bytes())?;
-        job.start(point.point().size_bytes());
-        Ok(Self { job: Arc::clone(job), point, target })
+        let at_instant = async |point: &PointInTime| {
+            // The disk may have grown since.
+            check_size(point.size_bytes())?;
+            let rotated = match &bitmap {
+                Some(bitmap) => Some(rotate(&disk.image(), point, bitmap).await?),
+                None => None,
+            };
+            Ok::<_, BackupError>((rotated, point.unsaved_bytes()))
+        };
+        let (point, (rotated, bytes)) = disk.begin_point_in_time_with(member, options, at_instant).await?;
+        job.start(bytes);
+        Ok(Self { job: Arc::clone(job), point, target, bitmap: rotated })
+    }
+
+    /// Takes the bitmap that has begun anew. The caller [drops its earlier
+    /// marks](RotatedBitmap::drop_earlier) when the target is closed after a success.
+    pub fn take_bitmap(&mut self) -> Option<RotatedBitmap> {
+        self.bitmap.take()
     }
 
     /// Member of the throttle tree that the backup is charged to; its settings can be changed.
@@ -184,7 +250,8 @@ impl Backup {
     /// is [aborting](Job::abort), or running if it has succeeded: the caller closes the target, and
     /// [concludes](Job::conclude) the job with the result.
     pub async fn run(self) -> JobResult {
-        let Self { job, point, target } = self;
+        // A bitmap that the caller has not taken has all marks again at the end.
+        let Self { job, point, target, bitmap: _bitmap } = self;
         let shared = Rc::new(Shared {
             plan: Plan::new(COPY_BYTES.max(point.point().cluster_bytes())),
             job: Arc::clone(&job),
@@ -231,6 +298,21 @@ impl Backup {
     }
 }
 
+/// Lets a bitmap begin anew, and selects what the backup copies.
+async fn rotate(
+    image: &Image,
+    point: &PointInTime,
+    bitmap: &BackupBitmap,
+) -> Result<RotatedBitmap, BackupError> {
+    let Image::Qcow2(image) = image else { return Err(BackupError::NoBitmaps) };
+    // Changes that their clients have cancelled may be in flight.
+    let rotated = image.drain().await.rotate_bitmap(&bitmap.name)?;
+    if bitmap.is_incremental {
+        point.select(|at, end| rotated.earlier_run(at, end));
+    }
+    Ok(rotated)
+}
+
 impl Shared {
     fn start(self: &Rc<Self>) -> Vec<JoinHandle<()>> {
         let copies = (0..COPIES).map(|_| {
@@ -256,7 +338,7 @@ impl Shared {
     async fn all_ended(&self) -> Result<(), BackupError> {
         loop {
             let listener = self.ended.listen();
-            if let Some(error) = *self.failure.borrow() {
+            if let Some(error) = self.failure.borrow().clone() {
                 return Err(error);
             }
             if self.running.get() == 0 {
@@ -321,7 +403,8 @@ impl Shared {
         let Some(bytes) = data.data() else {
             return self.write_zeroes(data.offset()..data.offset() + data.length_bytes()).await;
         };
-        for (range, is_data) in zero::runs(bytes, data.offset(), ZERO_UNIT, 0) {
+        let unit = ZERO_UNIT.max(self.target.unit_bytes() as usize);
+        for (range, is_data) in zero::runs(bytes, data.offset(), unit, 0) {
             let offset = data.offset() + range.start as u64;
             if !is_data {
                 self.write_zeroes(offset..offset + range.len() as u64).await?;
@@ -338,10 +421,18 @@ impl Shared {
 
     async fn write_zeroes(&self, range: Range<u64>) -> Result<(), BackupError> {
         let options = ZeroOptions { may_unmap: true, only_if_fast: false, durability: Durability::Cached };
+        let image = &self.target.image;
         let mut offset = range.start;
         while offset < range.end && !self.target.is_zero {
             let length = ZERO_BYTES.min(range.end - offset);
-            let written = self.target.image.write_zeroes(offset, length, options).await;
+            let written = match self.target.overlay() {
+                // An unallocated cluster would show the backing file.
+                Some(overlay) => {
+                    let end = (offset + length).next_multiple_of(self.target.unit_bytes());
+                    overlay.write_zero_clusters(offset, end.min(image.size_bytes()) - offset).await
+                }
+                None => image.write_zeroes(offset, length, options).await,
+            };
             written.map_err(|error| BackupError::Write { offset, error })?;
             offset += length;
         }

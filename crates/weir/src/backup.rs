@@ -15,6 +15,7 @@ mod target;
 
 use std::{
     io::{IsTerminal as _, stderr},
+    path::{Path, PathBuf},
     process,
     sync::{
         Arc, OnceLock,
@@ -33,7 +34,7 @@ use console::{
 use serde_json::{Map, Value, json};
 use settings::ImageLocation;
 use storage::ImageFormat;
-use target::{CreatedFile, PreparedTarget, UnusedFile};
+use target::{CreatedFile, PreparedTarget, RequestedTarget, UnusedFile};
 
 use crate::{
     client::{ClientError, ControlAddress, ControlClient},
@@ -50,6 +51,10 @@ Examples:
       To an NBD server, with half of the share of a disk with the default weight 100.
   weir backup vm1 --to /backup/vm1.qcow2 --detach
       In the background: `weir jobs` shows it.
+  weir backup vm1 --to monday.qcow2 --bitmap daily
+      A full backup. From its instant on, the bitmap records what changes.
+  weir backup vm1 --to tuesday.qcow2 --bitmap daily --incremental --backing monday.qcow2
+      What has changed since, as an overlay of the last backup.
 
 Changes that clients make during the backup first copy the old data into a buffer of 64 MiB. If the target is so slow \
 that the buffer is full, the backup fails, and the clients continue. Ctrl-C cancels the backup. After a \
@@ -75,6 +80,16 @@ pub(crate) struct BackupArgs {
     /// Format of the target: raw or qcow2 [default: qcow2 for a new file *.qcow2, else raw]
     #[arg(long, short, value_name = "FORMAT", value_parser = settings::parse::<ImageFormat>)]
     format: Option<ImageFormat>,
+    /// Bitmap of the disk that begins anew at the instant of the backup; added if it does not exist
+    #[arg(long, value_name = "BITMAP")]
+    bitmap: Option<String>,
+    /// Copy only what the bitmap marks
+    #[arg(long, requires = "bitmap")]
+    incremental: bool,
+    /// Last backup, the backing file of a new incremental one: a qcow2 file if its name ends in
+    /// .qcow2, else raw
+    #[arg(long, value_name = "FILE", requires = "incremental")]
+    backing: Option<PathBuf>,
     #[command(flatten)]
     limits: JobLimitArgs,
     /// Id of the job [default: backup-DISK]
@@ -98,14 +113,24 @@ pub(crate) fn run(arguments: BackupArgs) -> Result<(), CommandFailure> {
     let Some(disk) = report.disks.iter().find(|known| known.name == arguments.disk) else {
         return Err(anyhow!(report.unknown_disk_error(&arguments.disk)).into());
     };
-    let PreparedTarget { location, format, file, created } =
-        PreparedTarget::new(arguments.to, arguments.format, disk.size)?;
+    let request = RequestedTarget {
+        location: arguments.to,
+        format: arguments.format,
+        size_bytes: disk.size,
+        is_incremental: arguments.incremental,
+        backing: arguments.backing,
+        disk_image: Path::new(&disk.image),
+    };
+    let PreparedTarget { location, format, file, created } = request.prepare()?;
     let mut parameters = Map::from_iter([
         ("name".to_owned(), Value::from(&*arguments.disk)),
         ("target".to_owned(), location.to_string().into()),
         ("format".to_owned(), format.name().into()),
         ("new".to_owned(), created.is_some().into()),
+        ("incremental".to_owned(), arguments.incremental.into()),
+        ("overlay".to_owned(), (arguments.incremental && created.is_some()).into()),
     ]);
+    parameters.extend(arguments.bitmap.map(|bitmap| ("bitmap".to_owned(), Value::from(bitmap))));
     parameters.extend(arguments.id.map(|id| ("id".to_owned(), Value::from(id))));
     parameters.extend(arguments.limits.parameters());
     if let Some(file) = file {

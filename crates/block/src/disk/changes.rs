@@ -70,6 +70,21 @@ impl Disk {
         member: Arc<BackgroundMember>,
         options: PointOptions,
     ) -> std::result::Result<DiskPoint, PointFailure> {
+        let nothing = async |_: &PointInTime| Ok(());
+        self.begin_point_in_time_with(member, options, nothing).await.map(|(point, ())| point)
+    }
+
+    /// As [`Disk::begin_point_in_time`]; calls `at_instant` at the instant and returns its result
+    /// too. Clients' changes wait for it, for [`QUIESCE_TIMEOUT`] at most; then it is dropped.
+    ///
+    /// # Errors
+    /// As [`Disk::begin_point_in_time`], or the error of `at_instant`.
+    pub async fn begin_point_in_time_with<T, E: From<PointFailure>>(
+        self: &Arc<Self>,
+        member: Arc<BackgroundMember>,
+        options: PointOptions,
+        at_instant: impl AsyncFnOnce(&PointInTime) -> std::result::Result<T, E>,
+    ) -> std::result::Result<(DiskPoint, T), E> {
         // Excludes the release of the image until the point in time is set. Before the gate is
         // closed, the order in which requests enter: a release waits for requests, which may wait
         // for the gate.
@@ -84,8 +99,10 @@ impl Disk {
             drop(point);
             point = create()?;
         }
+        let result = reactor::timeout(QUIESCE_TIMEOUT, at_instant(&point)).await;
+        let result = result.unwrap_or_else(|_| Err(not_quiet(Error::TIMED_OUT).into()))?;
         self.copy_before_write.set(Arc::clone(&point), &quiesced.0)?;
-        Ok(DiskPoint { disk: Arc::clone(self), point })
+        Ok((DiskPoint { disk: Arc::clone(self), point }, result))
     }
 
     /// True if there is a point in time: a backup is running.

@@ -311,7 +311,7 @@ impl Prefetch {
     }
 
     /// Drops all cached data: the image may have changed.
-    pub(crate) fn invalidate_all(&self) {
+    pub fn invalidate_all(&self) {
         self.shared.with_state(|state| {
             let write = state.cache.write_begins(0..u64::MAX);
             state.cache.write_ends(write);

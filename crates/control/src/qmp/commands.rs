@@ -27,6 +27,7 @@ macro_rules! query {
 }
 
 mod adding;
+mod backup;
 mod bitmap;
 pub(super) mod block;
 mod cluster;
@@ -102,7 +103,8 @@ pub(crate) const TABLE: &[CommandEntry] = &[
     CommandEntry::of::<adding::AddDisk>(),
     CommandEntry::of::<removal::RemoveDisk>(),
     CommandEntry::of::<migration::MoveDisk>(),
-    CommandEntry::of::<job::StartBackup>(),
+    CommandEntry::of::<backup::StartBackup>(),
+    CommandEntry::of::<backup::BlockdevBackup>(),
     CommandEntry::of::<job::QueryJobReports>(),
     CommandEntry::of::<job::SetJob>(),
     CommandEntry::of::<job::PauseJob>(),

@@ -126,6 +126,7 @@ impl Registry {
         new: NewNbdExport,
     ) -> Result<(), RegistryError> {
         let disk = self.disks.get(&new.disk)?;
+        self.jobs.check_no_target(&new.disk)?;
         if self.exports.has_id(&new.id) {
             return Err(RegistryError::IdTaken(new.id));
         }
@@ -170,6 +171,7 @@ impl Registry {
         if self.exports.has_id(&id) {
             return Err(RegistryError::IdTaken(id).into());
         }
+        self.jobs.check_no_target(disk.disk.name())?;
         self.check_reserved_endpoint(target, disk.disk.name())?;
         if transferred.is_none() {
             self.exports.check_path_free(target)?;

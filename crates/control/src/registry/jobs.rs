@@ -1,7 +1,8 @@
 //! Registry of jobs: operations that clients of the control socket started on disks.
 //!
-//! A disk has at most one job. While it runs, the disk is not removed, moved, opened again or
-//! transferred to another process: [`JobRegistry::check_idle`] refuses these, and while a disk is
+//! A disk has at most one job, or is the target of one. While it runs, the disk is not removed,
+//! moved, opened again or transferred to another process, and a target is not exported:
+//! [`JobRegistry::check_idle`] and [`JobRegistry::check_no_target`] refuse these. While a disk is
 //! being removed, [`JobRegistry::block_starts`] refuses jobs. A concluded job stays listed until it
 //! is dismissed, or [`MAX_CONCLUDED`] others have concluded after it.
 //!
@@ -33,8 +34,8 @@ const END_TIMEOUT: Duration = Duration::from_secs(30);
 #[derive(Default)]
 pub struct JobRegistry {
     jobs: RefCell<BTreeMap<String, Rc<RunningJob>>>,
-    /// Ids of jobs that are being started, with their disks.
-    starting: RefCell<BTreeMap<String, String>>,
+    /// Ids of jobs that are being started, with their disks: first the source.
+    starting: RefCell<BTreeMap<String, Vec<String>>>,
     /// Disks on which no job may start, once per [`BlockedStarts`].
     blocked: RefCell<Vec<String>>,
     /// Number of jobs so far.
@@ -50,6 +51,10 @@ pub struct RunningJob {
     pub disk: String,
     /// Target, as its client named it.
     pub target: String,
+    /// Name of the disk that is the target.
+    pub(crate) target_disk: Option<String>,
+    /// True if it is not listed any more once it has concluded.
+    pub(crate) is_auto_dismissed: bool,
     /// Its limits and weight.
     pub(crate) member: Arc<BackgroundMember>,
     /// Order of the starts.
@@ -105,13 +110,13 @@ impl JobRegistry {
     /// [`RegistryError::HasJob`] or [`RegistryError::HasStartingJob`].
     pub(crate) fn check_idle(&self, disk: &str) -> Result<(), RegistryError> {
         let jobs = self.jobs.borrow();
-        let running = jobs.values().find(|job| job.disk == disk && job.is_running());
+        let running = jobs.values().find(|job| job.uses(disk) && job.is_running());
         let disk = || disk.to_owned();
         if let Some(job) = running {
             return Err(RegistryError::HasJob { disk: disk(), job: job.job.id().to_string() });
         }
         let starting = self.starting.borrow();
-        match starting.iter().find(|(_, of)| **of == disk()) {
+        match starting.iter().find(|(_, of)| of.contains(&disk())) {
             Some((job, _)) => Err(RegistryError::HasStartingJob { disk: disk(), job: job.clone() }),
             None => Ok(()),
         }
@@ -122,9 +127,24 @@ impl JobRegistry {
     /// # Errors
     /// As [`JobRegistry::check_idle`].
     pub(crate) fn check_all_idle(&self) -> Result<(), RegistryError> {
-        let mut disks: BTreeSet<String> = self.starting.borrow().values().cloned().collect();
+        let mut disks: BTreeSet<String> = self.starting.borrow().values().flatten().cloned().collect();
         disks.extend(self.running().iter().map(|job| job.disk.clone()));
         disks.iter().try_for_each(|disk| self.check_idle(disk))
+    }
+
+    /// Fails if the disk is the target of a job: clients would see a part of its content.
+    ///
+    /// # Errors
+    /// [`RegistryError::HasJob`].
+    pub(crate) fn check_no_target(&self, disk: &str) -> Result<(), RegistryError> {
+        let is_target = |job: &Rc<RunningJob>| job.target_disk.as_deref() == Some(disk);
+        let running = self.running().into_iter().find(is_target).map(|job| job.job.id().to_string());
+        let starting = self.starting.borrow();
+        let starting = starting.iter().find(|(_, disks)| disks.iter().skip(1).any(|target| target == disk));
+        match running.or(starting.map(|(id, _)| id.clone())) {
+            Some(job) => Err(RegistryError::HasJob { disk: disk.to_owned(), job }),
+            None => Ok(()),
+        }
     }
 
     /// Prevents that a job starts on the disk, which is about to be removed.
@@ -156,14 +176,17 @@ impl JobRegistry {
         running
     }
 
-    /// Reserves an id and the disk for a job that is about to start. Without `id`, chooses one.
+    /// Reserves an id and the disks for a job that is about to start on the first one. Without
+    /// `id`, chooses one.
     ///
     /// # Errors
-    /// A job uses the disk, or the id is invalid or in use.
-    pub(crate) fn reserve(&self, id: Option<String>, disk: &str) -> anyhow::Result<StartingJob<'_>> {
-        self.check_idle(disk)?;
-        let is_blocked = self.blocked.borrow().iter().any(|blocked| blocked == disk);
-        ensure!(!is_blocked, RegistryError::Busy(disk.to_owned()));
+    /// A job uses a disk, or the id is invalid or in use.
+    pub(crate) fn reserve(&self, id: Option<String>, disks: &[String]) -> anyhow::Result<StartingJob<'_>> {
+        for disk in disks {
+            self.check_idle(disk)?;
+            let is_blocked = self.blocked.borrow().iter().any(|blocked| blocked == disk);
+            ensure!(!is_blocked, RegistryError::Busy(disk.to_owned()));
+        }
         let is_taken =
             |id: &str| self.jobs.borrow().contains_key(id) || self.starting.borrow().contains_key(id);
         let id = match id {
@@ -181,6 +204,7 @@ impl JobRegistry {
                 id
             }
             None => {
+                let disk = disks.first().context("a job has a disk")?;
                 let names = (1_usize..).map(|number| match number {
                     1 => format!("backup-{disk}"),
                     number => format!("backup-{disk}-{number}"),
@@ -188,7 +212,7 @@ impl JobRegistry {
                 names.into_iter().find(|id| !is_taken(id)).context("no id is free")?
             }
         };
-        self.starting.borrow_mut().insert(id.clone(), disk.to_owned());
+        self.starting.borrow_mut().insert(id.clone(), disks.to_vec());
         Ok(StartingJob { registry: self, id })
     }
 
@@ -240,6 +264,10 @@ fn is_id_byte(byte: u8) -> bool {
 }
 
 impl RunningJob {
+    fn uses(&self, disk: &str) -> bool {
+        self.disk == disk || self.target_disk.as_deref() == Some(disk)
+    }
+
     fn is_running(&self) -> bool {
         self.job.state() != JobState::Concluded
     }
@@ -288,14 +316,14 @@ mod tests {
         let first = jobs.block_starts("vm1").expect("it is idle");
         // A removal that disconnects clients may overtake one that waits for them.
         let second = jobs.block_starts("vm1").expect("it is idle");
-        let refusal = || jobs.reserve(None, "vm1").err().map(|error| error.to_string());
+        let refusal = || jobs.reserve(None, &["vm1".to_owned()]).err().map(|error| error.to_string());
         let busy = Some(RegistryError::Busy("vm1".to_owned()).to_string());
         assert_eq!(refusal(), busy);
         drop(first);
         assert_eq!(refusal(), busy, "the second removal is in progress");
-        let other = jobs.reserve(None, "vm2").expect("another disk");
+        let other = jobs.reserve(None, &["vm2".to_owned()]).expect("another disk");
         drop((second, other));
-        let starting = jobs.reserve(None, "vm1").expect("no removal is in progress");
+        let starting = jobs.reserve(None, &["vm1".to_owned()]).expect("no removal is in progress");
         let expected = RegistryError::HasStartingJob { disk: "vm1".to_owned(), job: starting.id.clone() };
         assert_eq!(jobs.check_idle("vm1"), Err(expected.clone()));
         assert_eq!(jobs.check_all_idle(), Err(expected.clone()));

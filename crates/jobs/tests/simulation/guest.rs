@@ -16,9 +16,10 @@ use std::{
 use block::disk::Disk;
 use policy::{request::Direction, throttle::RequestCost, time::Duration};
 use reactor::{
+    JoinHandle,
     buffer::IoBuffer,
     error::{Error, Result},
-    now, sim, sleep_until, timeout,
+    now, sim, sleep_until, spawn_joinable, timeout,
 };
 use storage::{Durability, ZeroOptions};
 
@@ -43,22 +44,22 @@ pub(crate) struct DiskModel {
 }
 
 /// A guest.
-pub(crate) struct Guest {
-    pub(crate) disk: Arc<Disk>,
-    pub(crate) model: Rc<RefCell<DiskModel>>,
-    pub(crate) number: u64,
-    pub(crate) guests: u64,
+struct Guest {
+    disk: Arc<Disk>,
+    model: Rc<RefCell<DiskModel>>,
+    number: u64,
+    guests: u64,
     /// True if its requests may fail.
-    pub(crate) may_fail: bool,
+    may_fail: bool,
     /// True if it cancels some changes; otherwise it resizes the disk. The simulated storage does
     /// not accept a resize while a cancelled write is in flight.
-    pub(crate) cancels: bool,
+    cancels: bool,
     /// Number of units that are never cut off; the first guest owns all others.
-    pub(crate) fixed_units: u64,
+    fixed_units: u64,
     /// True if a resize has failed for good: the size is unknown.
-    pub(crate) has_lost_resize: Cell<bool>,
+    has_lost_resize: Cell<bool>,
     /// Number of units of the disk at most.
-    pub(crate) max_units: u64,
+    max_units: u64,
 }
 
 pub(crate) fn chance(percent: u32) -> bool {
@@ -111,9 +112,34 @@ impl DiskModel {
     }
 }
 
+/// Starts guests of a disk of `units`, which send some requests each; it may grow to `max_units`.
+pub(crate) fn start_guests(
+    disk: &Arc<Disk>,
+    model: &Rc<RefCell<DiskModel>>,
+    may_fail: bool,
+    units: u64,
+    max_units: u64,
+) -> Vec<JoinHandle<()>> {
+    let guests = sim::random(|random| random.u64(1..4));
+    let requests = sim::random(|random| random.usize(5..60));
+    let cancels = chance(50);
+    let guest = |number| Guest {
+        cancels,
+        has_lost_resize: Cell::new(false),
+        disk: Arc::clone(disk),
+        model: Rc::clone(model),
+        number,
+        guests,
+        may_fail,
+        fixed_units: (units / 2).max(8).next_multiple_of(8),
+        max_units,
+    };
+    (0..guests).map(|number| spawn_joinable(guest(number).run(requests))).collect()
+}
+
 impl Guest {
     /// Sends this many requests.
-    pub(crate) async fn run(self, requests: usize) {
+    async fn run(self, requests: usize) {
         for _ in 0..requests {
             sleep_until(now() + short_time()).await;
             self.request().await;

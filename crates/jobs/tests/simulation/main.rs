@@ -3,6 +3,7 @@
 //! equal the disk at its instant, and the guests must read what they wrote.
 //!
 //! - `backups`: the operations above, with raw and qcow2 images, and limits.
+//! - `chains`: full and incremental backups, restored after each; the bitmap after a crash.
 //! - `guest`: a guest, and the model of what its disk may contain.
 //! - `world`: the images of a seed.
 //! - `rates`: a backup uses spare capacity, its weight, or its limits; pauses, and targets that do
@@ -12,6 +13,7 @@
 //! repeats it.
 
 mod backups;
+mod chains;
 mod guest;
 mod rates;
 #[path = "../../../block/tests/simulation/seeds.rs"]

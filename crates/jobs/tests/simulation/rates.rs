@@ -8,7 +8,7 @@ use block::{
 };
 use image::{Image, RawImage};
 use jobs::{
-    backup::{Backup, BackupSizes, BackupTarget},
+    backup::{Backup, BackupOptions, BackupSizes, BackupTarget},
     job::{Job, JobKind, JobResult, JobStatus},
 };
 use policy::{
@@ -53,8 +53,9 @@ fn group() -> Arc<ThrottleGroup> {
 async fn start(disk: &Arc<Disk>, settings: BackgroundSettings) -> Arc<Job> {
     let job = Job::new("backup-disk", JobKind::Backup);
     let image = Arc::new(Image::Raw(RawImage::new(Storage::memory(disk.size_bytes()))));
-    let target = BackupTarget { image, is_zero: true };
-    let backup = Backup::begin(&job, disk, target, settings, BackupSizes::default()).await.expect("valid");
+    let target = BackupTarget { image, is_zero: true, is_overlay: false };
+    let options = BackupOptions { settings, ..BackupOptions::default() };
+    let backup = Backup::begin(&job, disk, target, options).await.expect("valid");
     let concluded = Arc::clone(&job);
     reactor::spawn(async move {
         let result = backup.run().await;
@@ -175,9 +176,10 @@ fn an_invalid_weight_is_an_error() {
         for weight in [0, 20_000] {
             let job = Job::new("backup-disk", JobKind::Backup);
             let image = Arc::new(Image::Raw(RawImage::new(Storage::memory(disk.size_bytes()))));
-            let target = BackupTarget { image, is_zero: true };
+            let target = BackupTarget { image, is_zero: true, is_overlay: false };
             let settings = BackgroundSettings { weight: Some(weight), ..BackgroundSettings::default() };
-            let refused = Backup::begin(&job, &disk, target, settings, BackupSizes::default()).await;
+            let options = BackupOptions { settings, ..BackupOptions::default() };
+            let refused = Backup::begin(&job, &disk, target, options).await;
             let error = refused.expect_err("out of range").to_string();
             assert!(error.contains("from 1 to 10000"), "{error}");
             assert!(!disk.has_point_in_time());
@@ -219,9 +221,9 @@ fn a_target_that_does_not_answer_cannot_keep_a_failed_backup() {
         let image = Arc::new(Image::Raw(RawImage::new(Storage::Simulated(Align::new(device)))));
         // A cluster for each task that writes old data, so that all of them wait for the target.
         let sizes = BackupSizes { max_buffer_bytes: 256 << 10, ..BackupSizes::default() };
-        let target = BackupTarget { image, is_zero: false };
-        let settings = BackgroundSettings::default();
-        let backup = Backup::begin(&job, &disk, target, settings, sizes).await.expect("valid");
+        let target = BackupTarget { image, is_zero: false, is_overlay: false };
+        let options = BackupOptions { sizes, ..BackupOptions::default() };
+        let backup = Backup::begin(&job, &disk, target, options).await.expect("valid");
         let running = spawn_joinable(backup.run());
         sleep_until(now() + Duration::from_secs(1)).await;
         // Beyond what the copies in flight have read.

@@ -6,7 +6,7 @@
 
 use std::{
     fs::{self, File, FileType, OpenOptions},
-    io::{self, ErrorKind},
+    io::{self, ErrorKind, Read as _},
     os::{
         fd::OwnedFd,
         unix::fs::{FileTypeExt as _, MetadataExt as _, OpenOptionsExt as _},
@@ -17,7 +17,10 @@ use std::{
 
 use anyhow::{Context as _, anyhow, bail, ensure};
 use console::{CommandFailure, on_reactor};
-use image::qcow2::create::{CreateOptions, create};
+use image::qcow2::{
+    create::{CreateOptions, create},
+    header::{BackingReference, Qcow2Header},
+};
 use nix::libc::O_EXCL;
 use reactor::operation::PassedFd;
 use settings::ImageLocation;
@@ -25,6 +28,19 @@ use storage::{ImageFormat, OpenOptions as StorageOptions, open_storage};
 
 /// Size of a new qcow2 file before it has a header: storage rejects an empty file.
 const MIN_FILE_BYTES: u64 = 512;
+
+/// A target that the command line names.
+#[derive(Clone)]
+pub(super) struct RequestedTarget<'a> {
+    pub(super) location: ImageLocation,
+    pub(super) format: Option<ImageFormat>,
+    pub(super) size_bytes: u64,
+    pub(super) is_incremental: bool,
+    /// Last backup, below a new incremental one.
+    pub(super) backing: Option<PathBuf>,
+    /// Image of the disk, which is no backup.
+    pub(super) disk_image: &'a Path,
+}
 
 /// A target that exists, and its file if this process has opened it.
 pub(super) struct PreparedTarget {
@@ -74,37 +90,34 @@ impl CreatedFile {
     }
 }
 
-impl PreparedTarget {
+impl RequestedTarget<'_> {
     /// Opens a device or creates a file; a target at a server exists already.
-    pub(super) fn new(
-        location: ImageLocation,
-        format: Option<ImageFormat>,
-        size_bytes: u64,
-    ) -> anyhow::Result<Self> {
-        let location = location.relative_to(&absolute(".")?);
+    pub(super) fn prepare(self) -> anyhow::Result<PreparedTarget> {
+        let location = self.location.clone().relative_to(&absolute(".")?);
         let Some(path) = location.path().map(Path::to_owned) else {
             ensure!(
                 location.is_remote(),
                 "{location}: is no target of a backup (use a new file, a block device, the URI of an \
                  NBD export, or rbd:POOL/IMAGE)"
             );
-            let format = format.unwrap_or(ImageFormat::Raw);
-            return Ok(Self { location, format, file: None, created: None });
+            self.check_existing(&location.to_string())?;
+            let format = self.format.unwrap_or(ImageFormat::Raw);
+            return Ok(PreparedTarget { location, format, file: None, created: None });
         };
         let name = path.display();
         match fs::metadata(&path) {
             Ok(existing) if existing.file_type().is_block_device() => {
+                self.check_existing(&name.to_string())?;
                 let file = open_device(&path)?;
-                let format = format.unwrap_or(ImageFormat::Raw);
-                return Ok(Self { location, format, file: Some(file), created: None });
+                let format = self.format.unwrap_or(ImageFormat::Raw);
+                return Ok(PreparedTarget { location, format, file: Some(file), created: None });
             }
             Ok(existing) => bail!("{name}: {}", existing_rule(existing.file_type())),
             Err(error) if error.kind() == ErrorKind::NotFound => {}
             Err(error) => bail!("{name}: cannot be created: {error} (check the directory)"),
         }
-        let is_named_qcow2 = path.extension().is_some_and(|extension| extension == "qcow2");
-        let default = if is_named_qcow2 { ImageFormat::Qcow2 } else { ImageFormat::Raw };
-        let format = format.unwrap_or(default);
+        let format = self.format.unwrap_or_else(|| format_by_name(&path));
+        let backing = self.backing_of_new(&path, format)?;
         // It holds all data of the disk: only this user may read it.
         let file = OpenOptions::new().read(true).write(true).create_new(true).mode(0o600).open(&path);
         let file =
@@ -113,9 +126,78 @@ impl PreparedTarget {
         let created = CreatedFile { path: path.clone(), identity: (metadata.dev(), metadata.ino()) };
         // Removed after a failure from here on.
         let created = UnusedFile(Some(created));
-        make_image(&file, format, &path, size_bytes).with_context(|| format!("{name}: cannot be created"))?;
-        Ok(Self { location, format, file: Some(file), created: Some(created) })
+        let options = CreateOptions { size_bytes: self.size_bytes, backing, ..CreateOptions::default() };
+        make_image(&file, format, &path, options).with_context(|| format!("{name}: cannot be created"))?;
+        Ok(PreparedTarget { location, format, file: Some(file), created: Some(created) })
     }
+
+    /// Fails if an image that exists already would need another backing file.
+    fn check_existing(&self, name: &str) -> anyhow::Result<()> {
+        ensure!(
+            self.backing.is_none(),
+            "{name}: exists already, so it has no new backing file (an incremental backup to it needs the \
+             content of the last backup in it; leave out --backing)"
+        );
+        Ok(())
+    }
+
+    /// The backing file of a new file at `path`: that of an incremental backup.
+    fn backing_of_new(&self, path: &Path, format: ImageFormat) -> anyhow::Result<Option<BackingReference>> {
+        if !self.is_incremental {
+            return Ok(None);
+        }
+        let name = path.display();
+        ensure!(
+            format == ImageFormat::Qcow2,
+            "{name}: a new file for an incremental backup is qcow2 (name it *.qcow2, or give --format qcow2)"
+        );
+        let Some(backing) = &self.backing else {
+            bail!("{name}: a new file for an incremental backup needs the last backup (--backing FILE)");
+        };
+        let shown = backing.display();
+        let found = fs::canonicalize(backing);
+        let found = found.map_err(|error| anyhow!("{shown}: cannot be the backing file: {error}"))?;
+        ensure!(found.is_file(), "{shown}: cannot be the backing file: it is no file (name the last backup)");
+        ensure!(
+            fs::canonicalize(self.disk_image).ok().as_ref() != Some(&found),
+            "{shown}: is the image of the disk itself (name the last backup)"
+        );
+        let backing_format = format_by_name(&found);
+        if backing_format == ImageFormat::Qcow2 {
+            check_qcow2(&found).with_context(|| format!("{shown}: cannot be the backing file"))?;
+        }
+        // A name without directories stays valid when the backups are moved together.
+        let directory = path.parent().and_then(|directory| fs::canonicalize(directory).ok());
+        let is_beside = directory.is_some() && found.parent() == directory.as_deref();
+        let stored = match found.file_name().filter(|_| is_beside) {
+            Some(name) => Path::new(name),
+            None => &found,
+        };
+        let stored = stored.to_str().with_context(|| format!("{shown}: its name is not UTF-8"))?;
+        Ok(Some(BackingReference { name: stored.into(), format: Some(backing_format.name().into()) }))
+    }
+}
+
+/// Format of a file by its name.
+fn format_by_name(path: &Path) -> ImageFormat {
+    let is_named_qcow2 = path.extension().is_some_and(|extension| extension == "qcow2");
+    if is_named_qcow2 { ImageFormat::Qcow2 } else { ImageFormat::Raw }
+}
+
+/// Fails unless the file has a valid qcow2 header.
+fn check_qcow2(path: &Path) -> anyhow::Result<()> {
+    let mut header = vec![0; 1 << 16];
+    let mut file = File::open(path)?;
+    let mut length = 0;
+    loop {
+        match file.read(&mut header[length..])? {
+            0 => break,
+            count => length += count,
+        }
+    }
+    header.truncate(length);
+    Qcow2Header::parse(&header)?;
+    Ok(())
 }
 
 /// Opens a block device that neither a mount nor another user in the kernel has claimed; they
@@ -144,23 +226,22 @@ fn existing_rule(kind: FileType) -> &'static str {
     }
 }
 
-/// Makes a new file an empty image of this size.
-fn make_image(file: &File, format: ImageFormat, path: &Path, size_bytes: u64) -> anyhow::Result<()> {
+/// Makes a new file an empty image.
+fn make_image(file: &File, format: ImageFormat, path: &Path, options: CreateOptions) -> anyhow::Result<()> {
     if format == ImageFormat::Raw {
-        return Ok(file.set_len(size_bytes)?);
+        return Ok(file.set_len(options.size_bytes)?);
     }
     file.set_len(MIN_FILE_BYTES)?;
     // For messages only: the descriptor is used.
     let spec = format!("file:{}", path.to_str().context("its name is not UTF-8")?);
     let descriptor = PassedFd::from(OwnedFd::from(file.try_clone()?));
     let created = on_reactor(async move {
-        let options = StorageOptions {
+        let storage_options = StorageOptions {
             format: Some(ImageFormat::Raw),
             descriptor: Some(Arc::new(descriptor)),
             ..StorageOptions::default()
         };
-        let storage = open_storage(&spec, options).map_err(anyhow::Error::from)?;
-        let options = CreateOptions { size_bytes, ..CreateOptions::default() };
+        let storage = open_storage(&spec, storage_options).map_err(anyhow::Error::from)?;
         create(&storage, None, &options).await.map_err(anyhow::Error::from)?;
         Ok(())
     });
@@ -179,7 +260,15 @@ mod tests {
         let directory = tempfile::tempdir().expect("a directory");
         let path = directory.path().join("b.raw");
         let location: ImageLocation = path.to_str().expect("UTF-8").parse().expect("a path");
-        let prepared = PreparedTarget::new(location.clone(), None, 4096).expect("it is new");
+        let requested = RequestedTarget {
+            location,
+            format: None,
+            size_bytes: 4096,
+            is_incremental: false,
+            backing: None,
+            disk_image: Path::new("none"),
+        };
+        let prepared = requested.clone().prepare().expect("it is new");
         let created = prepared.created.and_then(UnusedFile::keep).expect("it is created");
         assert!(path.exists(), "a file that a backup may use stays");
         fs::rename(&path, directory.path().join("moved")).expect("it exists");
@@ -190,7 +279,7 @@ mod tests {
         fs::rename(directory.path().join("moved"), &path).expect("it exists");
         created.remove().expect("it is the file");
         assert!(!path.exists());
-        drop(PreparedTarget::new(location, None, 4096).expect("it is new"));
+        drop(requested.prepare().expect("it is new"));
         assert!(!path.exists(), "an unused file is removed");
     }
 }

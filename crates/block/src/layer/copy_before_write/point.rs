@@ -239,6 +239,25 @@ impl PointInTime {
         }))
     }
 
+    /// Selects the clusters that a job needs: `run` returns, for a range of bytes, the length of
+    /// its first part that is needed or not, and true if it is needed. The others count as saved.
+    /// Must precede all other calls.
+    pub fn select(&self, run: impl Fn(u64, u64) -> (u64, bool)) {
+        let mut state = self.lock();
+        let mut at = 0;
+        while at < self.size_bytes {
+            let (length, is_needed) = run(at, self.size_bytes);
+            let unneeded = match is_needed {
+                true => 0..0,
+                false => self.clusters_inside(&(at..at + length)),
+            };
+            if !unneeded.is_empty() {
+                state.clusters.save(unneeded);
+            }
+            at += length;
+        }
+    }
+
     /// Size of the disk at the instant, in bytes.
     pub fn size_bytes(&self) -> u64 {
         self.size_bytes
@@ -409,7 +428,11 @@ impl PointInTime {
 
     /// Bytes of clusters that are not saved, claimed ones included.
     pub fn unsaved_bytes(&self) -> u64 {
-        self.lock().clusters.unsaved().saturating_mul(self.cluster_bytes).min(self.size_bytes)
+        let state = self.lock();
+        let (count, unsaved) = (state.clusters.count(), state.clusters.unsaved());
+        let has_last = count > 0 && state.clusters.first_unsaved(count - 1..count) != FirstUnsaved::None;
+        let excess_bytes = if has_last { count * self.cluster_bytes - self.size_bytes } else { 0 };
+        unsaved * self.cluster_bytes - excess_bytes
     }
 
     /// The first bytes from `from` on, at most `max_bytes`, that must still be copied and that no

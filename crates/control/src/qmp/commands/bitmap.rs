@@ -80,7 +80,7 @@ impl QmpCommand for AddBitmap {
         let running = disk_of_node(&registry, &self.node)?;
         let granularity_bits = match self.granularity {
             Some(granularity) => granularity.trailing_zeros(),
-            None => default_granularity_bits(running.disk.image()),
+            None => default_granularity_bits(&running.disk.image()),
         };
         let new = NewBitmap {
             name: self.name,

@@ -1,20 +1,17 @@
-//! Jobs: `x-weir-backup`, and QEMU's commands for jobs and block jobs.
+//! Jobs: their list and settings, and QEMU's commands for jobs and block jobs. The module
+//! [`backup`](super::backup) starts them.
 //!
 //! A block job's `device` is its id, as for QEMU's jobs that were started with one.
 
 use std::rc::Rc;
 
-use api::StartedJob;
 use block::layer::throttle::BackgroundSettings;
 use jobs::job::{Job, JobRefusal, JobState};
 use policy::throttle::NodeShare;
-use reactor::operation::PassedFd;
 use serde_json::{Value, json};
-use settings::ImageLocation;
-use storage::ImageFormat;
 
 use crate::{
-    backups::{BackupRequest, check_settings, notify_dismissal, start_backup},
+    backups::{check_settings, notify_dismissal},
     qmp::{
         arguments::QmpArguments,
         command::{QmpCommand, response},
@@ -25,19 +22,19 @@ use crate::{
 };
 
 /// Largest limit, as for disks.
-const MAX_RATE: u64 = 1_000_000_000_000_000;
+pub(super) const MAX_RATE: u64 = 1_000_000_000_000_000;
 
 /// Limits and weight that a command gives; the others stay.
 #[derive(Debug, Default, PartialEq, Eq)]
-struct GivenSettings {
-    bps_total: Option<u64>,
+pub(super) struct GivenSettings {
+    pub(super) bps_total: Option<u64>,
     iops_total: Option<u64>,
     /// `Some(None)` returns to spare capacity.
     weight: Option<Option<u32>>,
 }
 
 impl GivenSettings {
-    fn read(arguments: &mut QmpArguments) -> Result<Self, QmpError> {
+    pub(super) fn read(arguments: &mut QmpArguments) -> Result<Self, QmpError> {
         let weights = u64::from(*NodeShare::WEIGHTS.start())..=u64::from(*NodeShare::WEIGHTS.end());
         let weight = match arguments.take_null("weight") {
             true => Some(None),
@@ -50,7 +47,7 @@ impl GivenSettings {
         })
     }
 
-    fn over(&self, settings: BackgroundSettings) -> BackgroundSettings {
+    pub(super) fn over(&self, settings: BackgroundSettings) -> BackgroundSettings {
         BackgroundSettings {
             bps_total: self.bps_total.unwrap_or(settings.bps_total),
             iops_total: self.iops_total.unwrap_or(settings.iops_total),
@@ -61,53 +58,6 @@ impl GivenSettings {
 
 fn generic(error: anyhow::Error) -> QmpError {
     QmpError::from_daemon_error(error)
-}
-
-#[derive(Debug)]
-pub(super) struct StartBackup {
-    id: Option<String>,
-    disk: String,
-    target: ImageLocation,
-    descriptor: Option<PassedFd>,
-    format: Option<ImageFormat>,
-    is_new: bool,
-    settings: GivenSettings,
-}
-
-impl QmpCommand for StartBackup {
-    const NAME: &'static str = "x-weir-backup";
-
-    fn read(arguments: &mut QmpArguments) -> Result<Self, QmpError> {
-        let formats = [ImageFormat::Raw, ImageFormat::Qcow2];
-        let format = arguments.choice("format", &formats.map(ImageFormat::name))?;
-        let target: String = arguments.required("target")?;
-        let target: ImageLocation =
-            target.parse().map_err(|error| QmpError::rule("target", format_args!("{error}")))?;
-        if target.path().is_none() && !target.is_remote() {
-            let kinds =
-                "is no target (use a file, a block device, the URI of an NBD export, or rbd:POOL/IMAGE)";
-            return Err(QmpError::rule("target", format_args!("{kinds}")));
-        }
-        let name: Option<String> = arguments.optional("fdname")?;
-        let descriptor = name.map(|name| arguments.descriptors().require_named(&name)).transpose()?;
-        Ok(Self {
-            id: arguments.optional("id")?,
-            disk: arguments.required("name")?,
-            target,
-            descriptor,
-            format: format.map(|index| formats[index]),
-            is_new: arguments.optional("new")?.unwrap_or(false),
-            settings: GivenSettings::read(arguments)?,
-        })
-    }
-
-    async fn run(self, registry: Rc<Registry>) -> Result<Value, QmpError> {
-        let Self { id, disk, target, descriptor, format, is_new, settings } = self;
-        let settings = settings.over(BackgroundSettings::default());
-        let request = BackupRequest { id, disk, target, descriptor, format, is_new, settings };
-        let id = start_backup(&registry, request).await.map_err(generic)?;
-        Ok(response(StartedJob { id }))
-    }
 }
 
 query!(QueryJobReports, "x-weir-query-jobs", |registry| {
@@ -291,7 +241,7 @@ query!(QueryBlockJobs, "query-block-jobs", |registry| {
             "ready": report.state == JobState::Ready.name(),
             "status": report.state,
             "auto-finalize": true,
-            "auto-dismiss": false,
+            "auto-dismiss": job.is_auto_dismissed,
         });
         if let Some(error) = report.error {
             entry["error"] = error.into();
