@@ -32,8 +32,10 @@ pub struct Fd {
 
 #[derive(Debug)]
 struct OpenDescriptor {
-    /// `None` only during drop.
+    /// `None` during drop, and if it is shared.
     fd: Option<OwnedFd>,
+    /// The descriptor that this one is another name of.
+    shared: Option<Fd>,
     close_hook: Option<Arc<dyn CloseHook>>,
 }
 
@@ -117,9 +119,20 @@ impl Fd {
     /// Creates a descriptor; `close_hook` is called after its last use on any thread.
     pub fn with_close_hook(fd: impl Into<OwnedFd>, close_hook: Arc<dyn CloseHook>) -> Self {
         Self {
-            open: Arc::new(OpenDescriptor { fd: Some(fd.into()), close_hook: Some(close_hook) }),
+            open: Arc::new(OpenDescriptor {
+                fd: Some(fd.into()),
+                shared: None,
+                close_hook: Some(close_hook),
+            }),
             permit: None,
         }
+    }
+
+    /// The same descriptor, with clones that are counted separately: see
+    /// [`Fd::has_reference_count`]. It counts as one clone of `self`.
+    pub fn counted_separately(&self) -> Self {
+        let shared = Some(Self { open: Arc::clone(&self.open), permit: None });
+        Self { open: Arc::new(OpenDescriptor { fd: None, shared, close_hook: None }), permit: None }
     }
 
     /// A clone that holds a permit until it is dropped and all operations on it have completed.
@@ -135,7 +148,10 @@ impl Fd {
     }
 
     fn owned(&self) -> &OwnedFd {
-        self.open.fd.as_ref().expect("open until it is dropped")
+        match &self.open.shared {
+            None => self.open.fd.as_ref().expect("open until it is dropped"),
+            Some(shared) => shared.owned(),
+        }
     }
 
     fn target(&self) -> types::Fd {
@@ -146,9 +162,9 @@ impl Fd {
         self.owned().as_raw_fd()
     }
 
-    /// True if both are clones of the same `Fd`; false for another descriptor of the same file.
+    /// True if both are the same descriptor; false for another descriptor of the same file.
     pub fn is_same(&self, other: &Self) -> bool {
-        Arc::ptr_eq(&self.open, &other.open)
+        self.raw() == other.raw()
     }
 
     /// True if there are exactly `count` clones, including those of operations in flight.
@@ -159,7 +175,8 @@ impl Fd {
 
 impl<T: Into<OwnedFd>> From<T> for Fd {
     fn from(fd: T) -> Self {
-        Self { open: Arc::new(OpenDescriptor { fd: Some(fd.into()), close_hook: None }), permit: None }
+        let open = OpenDescriptor { fd: Some(fd.into()), shared: None, close_hook: None };
+        Self { open: Arc::new(open), permit: None }
     }
 }
 

@@ -70,8 +70,12 @@ use reactor::{
 /// Maximum number of attempts of a request that the kernel cannot execute now (EAGAIN). Other tasks
 /// run between the attempts.
 const MAX_ATTEMPTS: u32 = 1000;
-/// Number of owners of an idle file's main descriptor: the [`FileStorage`] and [`BufferedCloser`].
-const MAIN_OWNERS: usize = 2;
+/// Number of owners of an idle file's main descriptor: the [`FileStorage`], its descriptor for
+/// changes, and [`BufferedCloser`].
+const MAIN_OWNERS: usize = 3;
+/// Number of owners of an idle file's buffered descriptor: the [`FileStorage`], and its descriptor
+/// for changes.
+const BUFFERED_OWNERS: usize = 2;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum FileKind {
@@ -116,6 +120,9 @@ pub struct FileStorage {
     fd: Fd,
     /// Opened without O_DIRECT, through the page cache.
     buffered: Fd,
+    /// The same two descriptors for operations that change the file, whose owners are counted.
+    changing_fd: Fd,
+    changing_buffered: Fd,
     isolation: Arc<FileIsolation>,
     syncs: Arc<Syncs>,
     kind: FileKind,
@@ -124,7 +131,8 @@ pub struct FileStorage {
     device_number: u64,
     ending: Arc<FileCloser>,
     cache: CacheMode,
-    read_only: bool,
+    /// Changes only from false to true: see [`FileStorage::make_read_only`].
+    read_only: AtomicBool,
     /// True if locks exclude other writers whenever it is in use.
     is_protected: bool,
     /// True if its locks are acquired and released while it is open.
@@ -222,7 +230,7 @@ impl FileStorage {
 
     /// See [`Storage::try_lock`](crate::Storage::try_lock).
     pub(crate) fn try_lock(&self, last: bool) -> std::result::Result<bool, OpenError> {
-        match lock::try_acquire(&self.fd, &self.name, lock::LockMode::new(self.read_only, false)) {
+        match lock::try_acquire(&self.fd, &self.name, lock::LockMode::new(self.read_only(), false)) {
             Ok(true) => {}
             Ok(false) => {
                 let why = "this file system does not support locks, so two processes could write at once";
@@ -246,7 +254,22 @@ impl FileStorage {
     /// True if the kernel may have an operation in flight: a descriptor has more owners than at
     /// rest.
     pub(crate) fn is_busy(&self) -> bool {
-        !(self.fd.has_reference_count(MAIN_OWNERS) && self.buffered.has_reference_count(1))
+        !(self.fd.has_reference_count(MAIN_OWNERS) && self.buffered.has_reference_count(BUFFERED_OWNERS))
+            || self.is_changing()
+    }
+
+    /// True if the kernel may have an operation in flight that changes the file.
+    pub(crate) fn is_changing(&self) -> bool {
+        !(self.changing_fd.has_reference_count(1) && self.changing_buffered.has_reference_count(1))
+    }
+
+    /// See [`Storage::make_read_only`](crate::Storage::make_read_only).
+    pub(crate) fn make_read_only(&self) {
+        self.read_only.store(true, Relaxed);
+        // With handover, the locks of a released image must stay released.
+        if !self.handover && !self.may_be_resumed_elsewhere() {
+            lock::release_write(&self.fd);
+        }
     }
 
     pub(crate) fn can_grow(&self) -> bool {
@@ -583,7 +606,7 @@ impl ZeroCopyDevice for FileStorage {
         let required = self.durability(requested);
         let write_durability =
             if self.has_synchronous_writes(&self.fd) { required } else { Durability::Cached };
-        let written = self.write_registered_by(&self.fd, offset, buffer, write_durability).await;
+        let written = self.write_registered_by(&self.changing_fd, offset, buffer, write_durability).await;
         match written {
             Some(Ok(())) => Some(self.make_durable(required, write_durability).await),
             other => other,
@@ -710,12 +733,12 @@ impl AlignedDevice for FileStorage {
             FileKind::Regular => "file",
             FileKind::BlockDevice => "block device",
         };
-        let access = if self.read_only { ", read-only" } else { "" };
+        let access = if self.read_only() { ", read-only" } else { "" };
         format!("{kind} {}, cache {}{access}", self.name, self.cache)
     }
 
     fn read_only(&self) -> bool {
-        self.read_only
+        self.read_only.load(Relaxed)
     }
 
     fn block_size(&self) -> BlockSize {
@@ -732,7 +755,7 @@ impl AlignedDevice for FileStorage {
     }
 
     async fn write(&self, offset: u64, data: Segments, durability: Durability) -> Result<()> {
-        self.write_all(&self.fd, offset, data, durability).await
+        self.write_all(&self.changing_fd, offset, data, durability).await
     }
 
     async fn read_buffered(&self, offset: u64, target: Segments) -> Result<Segments> {
@@ -742,11 +765,11 @@ impl AlignedDevice for FileStorage {
     async fn write_buffered(&self, offset: u64, data: Segments, durability: Durability) -> Result<()> {
         // Recorded before the write: a failed sync from now on may lose this data.
         self.syncs.used_page_cache();
-        self.write_all(&self.buffered, offset, data, durability).await
+        self.write_all(&self.changing_buffered, offset, data, durability).await
     }
 
     async fn flush(&self) -> Result<()> {
-        if self.cache == CacheMode::Unsafe || self.read_only {
+        if self.cache == CacheMode::Unsafe || self.read_only() {
             return Ok(());
         }
         self.sync_file().await

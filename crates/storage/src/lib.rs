@@ -466,6 +466,15 @@ impl Storage {
         }
     }
 
+    /// True if a change of a cancelled request may still take effect: see [`Storage::is_busy`].
+    pub fn is_changing(&self) -> bool {
+        match self {
+            Self::File(file) => file.has_detached() || file.device().is_changing(),
+            Self::Wrapped(wrapped) => wrapped.inner().is_changing(),
+            other => other.is_busy(),
+        }
+    }
+
     /// True if its bytes are in the memory of this process only.
     pub fn is_memory(&self) -> bool {
         match self {

@@ -231,6 +231,14 @@ pub(super) fn release(file: impl AsFd) {
     let _ = fcntl(file, FcntlArg::F_OFD_SETLK(&all));
 }
 
+/// Releases the lock of a writer, and keeps those of a reader: other processes may read, and none
+/// may write.
+pub(super) fn release_write(file: impl AsFd) {
+    debug_assert_may_block();
+    // As in `release`, a failure means that there is no lock.
+    let _ = fcntl(file, FcntlArg::F_OFD_SETLK(&request(libc::F_UNLCK, USED_BASE + WRITE)));
+}
+
 fn remedy(mode: LockMode, permission: i64) -> &'static str {
     match mode {
         LockMode::Write if permission == WRITE => {

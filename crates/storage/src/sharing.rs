@@ -35,6 +35,15 @@ impl Storage {
         }
     }
 
+    /// Makes a file read-only for good: later changes fail, and other processes may read it as by
+    /// QEMU. No change may be in flight, and all must be durable. Blocks. No effect on other
+    /// storage.
+    pub fn make_read_only(&self) {
+        if let Some(file) = self.bottom_file() {
+            file.make_read_only();
+        }
+    }
+
     /// Descriptors to pass to the new process of an upgrade; `None` if the bottom is not a file, or
     /// is read-only.
     pub fn descriptors(&self) -> Option<io::Result<PassedFile>> {

@@ -170,8 +170,11 @@ fn lock_and_measure(
     let syncs = Syncs::new(name.clone(), !options.cache.is_direct());
     let buffered_fd = buffered.try_clone().map_err(|error| failed(&error))?;
     let fd = Fd::with_close_hook(main, Arc::clone(&ending) as _);
+    let buffered_fd = Fd::with_close_hook(buffered_fd, Arc::new(BufferedCloser { _main: fd.clone() }));
     let file = FileStorage {
-        buffered: Fd::with_close_hook(buffered_fd, Arc::new(BufferedCloser { _main: fd.clone() })),
+        changing_fd: fd.counted_separately(),
+        changing_buffered: buffered_fd.counted_separately(),
+        buffered: buffered_fd,
         fd,
         isolation,
         syncs,
@@ -185,7 +188,7 @@ fn lock_and_measure(
         device_number: if kind == FileKind::BlockDevice { status.rdev() } else { status.dev() },
         ending,
         cache: options.cache,
-        read_only: options.read_only,
+        read_only: AtomicBool::new(options.read_only),
         is_protected,
         handover: options.handover,
         alignment,

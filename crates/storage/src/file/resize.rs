@@ -19,7 +19,7 @@ impl FileStorage {
                 Err(ResizeError::BlockDevice { size_bytes: actual })
             };
         }
-        if self.read_only {
+        if self.read_only() {
             return Err(ResizeError::ReadOnly);
         }
         let largest = i64::MAX as u64;
@@ -38,7 +38,7 @@ impl FileStorage {
             // The file system zeroes the rest of the last page, old or new, in the page cache.
             self.syncs.used_page_cache();
         }
-        match self.isolation.call(&self.buffered, move |fd| calls::truncate(fd, size)).await {
+        match self.isolation.call(&self.changing_buffered, move |fd| calls::truncate(fd, size)).await {
             Ok(()) => {
                 self.size_bytes.store(size_bytes, Relaxed);
                 Ok(())

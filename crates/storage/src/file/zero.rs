@@ -102,7 +102,7 @@ impl FileStorage {
             self.syncs.used_page_cache();
         }
         let allocate = async |fd: Fd| retried(|| operation::allocate(&fd, mode, offset, length)).await;
-        match self.isolation.operate(&self.fd, allocate).await {
+        match self.isolation.operate(&self.changing_fd, allocate).await {
             Ok(()) => Ok(true),
             Err(error) if is_unsupported(&std::io::Error::from_raw_os_error(error.errno())) => {
                 refused.store(true, Relaxed);
@@ -122,7 +122,7 @@ impl FileStorage {
 
     /// See [`Storage::reserve`](crate::Storage::reserve).
     pub(crate) async fn reserve(&self, offset: u64, length: u64) -> Result<()> {
-        if self.read_only {
+        if self.read_only() {
             return Err(Error::NOT_PERMITTED);
         }
         if !self.can_reserve() {
