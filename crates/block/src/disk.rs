@@ -249,15 +249,21 @@ impl Disk {
     /// # Errors
     /// [`OutOfBudget`]; the previous reservation stays in force.
     pub fn reserve_memory(&self) -> std::result::Result<(), OutOfBudget> {
-        self.reserve_memory_for(&self.image.shared())
+        let bytes = self.image.with(Image::max_cache_bytes) + self.prefetch.max_bytes();
+        self.reserve_bytes(bytes)
     }
 
-    /// As [`Disk::reserve_memory`], before the disk is [switched](Disk::switch_image) to `image`.
+    /// As [`Disk::reserve_memory`], for the caches of other images than the present one: before the
+    /// disk is [switched](Disk::switch_image) to them.
     ///
     /// # Errors
     /// As [`Disk::reserve_memory`].
-    pub fn reserve_memory_for(&self, image: &Image) -> std::result::Result<(), OutOfBudget> {
-        let bytes = image.max_cache_bytes() + self.prefetch.max_bytes();
+    pub fn reserve_memory_for(&self, images: &[&Image]) -> std::result::Result<(), OutOfBudget> {
+        let caches: u64 = images.iter().map(|image| image.max_cache_bytes()).sum();
+        self.reserve_bytes(caches + self.prefetch.max_bytes_of_any_image())
+    }
+
+    fn reserve_bytes(&self, bytes: u64) -> std::result::Result<(), OutOfBudget> {
         self.memory.reserve("its metadata caches and read-ahead", bytes)
     }
 

@@ -448,6 +448,34 @@ impl Image {
         }
     }
 
+    /// Makes everything durable, including dirty bitmaps, and ends all work that would change the
+    /// files later, so that the image may [become read-only](Image::make_read_only). No change may
+    /// begin meanwhile. The image remains writable.
+    ///
+    /// # Errors
+    /// Errors of the file, also if a bitmap cannot be stored.
+    pub async fn settle(&self) -> Result<()> {
+        match self {
+            Self::Raw(raw) => raw.storage().flush().await,
+            Self::Qcow2(qcow2) => qcow2.settle().await,
+        }
+    }
+
+    /// Makes the image read-only for good, after [`Image::settle`] and without a change in between:
+    /// changes fail, and other processes may read its files. Blocks.
+    pub fn make_read_only(&self) {
+        match self {
+            Self::Raw(raw) => raw.make_read_only(),
+            Self::Qcow2(qcow2) => qcow2.make_read_only(),
+        }
+        self.files().for_each(Storage::make_read_only);
+    }
+
+    /// See [`Storage::is_changing`].
+    pub fn is_changing(&self) -> bool {
+        self.files().any(Storage::is_changing)
+    }
+
     /// Makes written data on servers and clusters visible to other processes; there is no
     /// shared page cache.
     pub async fn flush_servers(&self) -> Result<()> {

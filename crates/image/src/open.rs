@@ -21,6 +21,7 @@
 
 mod chain;
 mod names;
+mod overlay;
 mod secrets;
 #[cfg(test)]
 mod tests;
@@ -31,6 +32,7 @@ use self::chain::ChainLevel;
 pub use self::{
     chain::MAX_CHAIN,
     names::{check_base, resolve},
+    overlay::{backing_name, check_overlay, is_encrypted},
 };
 use super::{
     Image, RawImage, Secret,

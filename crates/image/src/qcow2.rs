@@ -67,7 +67,10 @@ mod zero;
 
 use std::{
     ops::Deref,
-    sync::{Arc, atomic::Ordering::Acquire},
+    sync::{
+        Arc,
+        atomic::Ordering::{Acquire, Release},
+    },
 };
 
 use self::header::Qcow2Header;
@@ -121,7 +124,21 @@ impl Qcow2Image {
 
     /// True if writes fail: the image was opened read-only or found corrupt.
     pub fn is_read_only(&self) -> bool {
-        self.read_only || self.file.is_corrupt()
+        self.read_only.load(Acquire) || self.file.is_corrupt()
+    }
+
+    /// Makes the image read-only for good. Everything must be in the file, as after
+    /// [`Qcow2Image::write_for_handover`], and no change may be in flight.
+    pub(crate) fn make_read_only(&self) {
+        self.read_only.store(true, Release);
+        // Bitmaps do not record any more: they are those of the file.
+        self.invalidate_recording();
+    }
+
+    /// True if no cluster of the disk is allocated in this image: all content is that of the
+    /// backing file, or zeroes.
+    pub fn is_empty(&self) -> bool {
+        self.l1.load().tables().next().is_none()
     }
 
     /// Format and storage, as text for logs.
@@ -166,7 +183,7 @@ impl Qcow2Image {
 
     /// Image that unallocated clusters are read from.
     pub fn backing(&self) -> Option<&crate::Image> {
-        self.backing.as_deref()
+        self.backing.get().map(|image| &**image)
     }
 
     pub(super) fn entry_bytes_bits(&self) -> u32 {

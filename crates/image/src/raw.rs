@@ -7,6 +7,8 @@
 //!
 //! Never restricts an image whose format was given.
 
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+
 use super::Image;
 use reactor::{
     buffer::{IoBuffer, Segments},
@@ -25,7 +27,8 @@ const HEADER_END: u64 = HEADER_BYTES as u64;
 #[derive(Debug)]
 pub struct RawImage {
     storage: Storage,
-    read_only: bool,
+    /// Changes only from false to true: see [`RawImage::make_read_only`].
+    read_only: AtomicBool,
     /// Serializes changes to the header; `None` if the format was given, which allows any
     /// header.
     header: Option<RangeLocks>,
@@ -34,7 +37,7 @@ pub struct RawImage {
 impl RawImage {
     /// Uses `storage` as a disk with arbitrary content.
     pub fn new(storage: Storage) -> Self {
-        Self { read_only: storage.read_only(), storage, header: None }
+        Self { read_only: AtomicBool::new(storage.read_only()), storage, header: None }
     }
 
     /// Guards the header if the format was probed (`is_probed`) and the image is writable.
@@ -55,7 +58,13 @@ impl RawImage {
     /// Rejects all writes.
     #[must_use]
     pub fn read_only(self) -> Self {
-        Self { read_only: true, ..self }
+        self.make_read_only();
+        self
+    }
+
+    /// Rejects all writes from now on.
+    pub(crate) fn make_read_only(&self) {
+        self.read_only.store(true, Relaxed);
     }
 
     pub(crate) fn storage(&self) -> &Storage {
@@ -63,7 +72,7 @@ impl RawImage {
     }
 
     pub(super) fn is_read_only(&self) -> bool {
-        self.read_only
+        self.read_only.load(Relaxed)
     }
 
     /// True if no read or write ever waits, neither for the storage nor for the header's
@@ -73,7 +82,7 @@ impl RawImage {
     }
 
     pub(super) async fn write(&self, offset: u64, data: Segments, durability: Durability) -> Result<()> {
-        if self.read_only {
+        if self.is_read_only() {
             return Err(Error::NOT_PERMITTED);
         }
         if offset < HEADER_END
@@ -94,7 +103,7 @@ impl RawImage {
         durability: Durability,
     ) -> Option<Result<()>> {
         // A guarded header is checked on a private copy, see `write_header`.
-        if self.read_only || offset < HEADER_END && self.header.is_some() {
+        if self.is_read_only() || offset < HEADER_END && self.header.is_some() {
             return None;
         }
         self.storage.write_registered(offset, buffer, durability).await
@@ -145,7 +154,7 @@ impl RawImage {
     }
 
     pub(super) async fn write_zeroes(&self, offset: u64, length: u64, options: ZeroOptions) -> Result<()> {
-        if self.read_only {
+        if self.is_read_only() {
             return Err(Error::NOT_PERMITTED);
         }
         let Some(locks) = self.header.as_ref().filter(|_| offset < HEADER_END && length > 0) else {
@@ -159,7 +168,7 @@ impl RawImage {
     /// See [`Storage::resize`]. Bytes that are cut off read as zeroes when the disk grows
     /// again.
     pub(super) async fn resize(&self, size_bytes: u64) -> std::result::Result<(), ResizeError> {
-        if self.read_only {
+        if self.is_read_only() {
             return Err(ResizeError::ReadOnly);
         }
         let Some(locks) = self.header.as_ref().filter(|_| size_bytes < HEADER_END) else {
@@ -180,7 +189,7 @@ impl RawImage {
     }
 
     pub(super) async fn discard(&self, offset: u64, length: u64) -> Result<()> {
-        if self.read_only {
+        if self.is_read_only() {
             return Err(Error::NOT_PERMITTED);
         }
         let Some(locks) = self.header.as_ref().filter(|_| offset < HEADER_END && length > 0) else {
@@ -216,7 +225,7 @@ pub fn open_raw(spec: &str, options: OpenOptions) -> std::result::Result<Image, 
 
 #[cfg(test)]
 mod tests {
-    use std::sync::{Arc, atomic::Ordering::Relaxed};
+    use std::sync::Arc;
 
     use super::*;
     use reactor::{

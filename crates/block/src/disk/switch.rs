@@ -19,21 +19,33 @@
 
 use std::sync::Arc;
 
+use policy::time::Duration;
+
 use super::{Disk, QuiescedDisk};
 use image::Image;
 use reactor::error::{Error, Result};
 
+/// Interval at which changes of cancelled requests are checked.
+const POLL_INTERVAL: Duration = Duration::from_millis(1);
+
 impl Disk {
-    /// Makes all completed changes durable in the present image, before [`Disk::switch_image`]. No
-    /// later change is unflushed until the guard is dropped. Waits for the storage without a
-    /// timeout.
+    /// Makes all completed changes durable in the present image, before [`Disk::switch_image`], and
+    /// waits for the changes of cancelled requests and for all other work that would change its
+    /// files later. Waits for the storage without a timeout: the caller flushes most of it before,
+    /// and may drop the future.
     ///
     /// # Errors
-    /// The image's error, or [`Error::IO`] if an earlier flush has failed and writes were lost: the
-    /// disk must not be switched.
+    /// The image's error, also if a dirty bitmap cannot be stored, or [`Error::IO`] if an earlier
+    /// flush has failed and writes were lost: the disk must not be switched.
     pub async fn flush_quiesced(&self, quiesced: &QuiescedDisk<'_>) -> Result<()> {
         self.check_guard(quiesced);
-        let image = self.image.get();
+        let image = self.image.shared();
+        image.settle().await?;
+        // There is no notification. A change that its client has cancelled is not unflushed data
+        // of any client, but it changes the file.
+        while image.is_changing() {
+            reactor::sleep_until(reactor::now() + POLL_INTERVAL).await;
+        }
         image.flush().await?;
         // A later flush succeeds although the page cache has lost the writes. The new image's
         // storage would hide that.
@@ -45,16 +57,16 @@ impl Disk {
     ///
     /// The caller guarantees:
     /// - `new` has the size and the content of the disk at this instant, and is as writable;
-    /// - all completed changes are durable in `new`: after [`Disk::flush_quiesced`] if it is an
-    ///   overlay, after a flush of `new` if it is a copy;
+    /// - all completed changes are durable in `new`: after [`Disk::flush_quiesced`], and after a
+    ///   flush of `new` if it is a copy;
     /// - the memory of its caches is [reserved](Disk::reserve_memory_for);
     /// - the previous image is not changed while requests, a point in time or an overlay use it. It
-    ///   may be closed when no other owner of it is left ([`Arc::strong_count`]). Changes that
-    ///   clients have cancelled may still be in flight there, until it is not
-    ///   [busy](Image::is_busy).
+    ///   may be closed when no other owner of it is left ([`Arc::strong_count`]);
+    /// - the disk has no handover, which belongs to the files of the previous image;
+    /// - `new` has the cache mode of the disk: clients learn when they connect whether they must
+    ///   flush.
     ///
-    /// A point in time goes on: its content is that of the previous image. A disk with handover is
-    /// [held](Disk::hold), and the locks of `new` are taken.
+    /// A point in time goes on: its content is that of the previous image.
     ///
     /// # Panics
     /// Panics if the guard is that of another disk.

@@ -133,6 +133,12 @@ impl Prefetch {
         if self.shared.is_on.load(Relaxed) { self.settings().memory_bytes } else { 0 }
     }
 
+    /// Maximum size of the cache with any image, in bytes.
+    pub(crate) fn max_bytes_of_any_image(&self) -> u64 {
+        let settings = self.settings();
+        if settings.mode == PrefetchMode::Off { 0 } else { settings.memory_bytes }
+    }
+
     /// Counters so far, and current content.
     pub fn stats(&self) -> PrefetchStats {
         self.shared.with_state(|state| state.cache.stats())

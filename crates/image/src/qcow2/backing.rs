@@ -72,6 +72,16 @@ impl Qcow2Image {
         );
     }
 
+    /// Makes `below`, which is open already, the image that unallocated clusters are read from. The
+    /// image must have been opened without its backing file, and be
+    /// [empty](Qcow2Image::is_empty), unused and [suitable](crate::open::check_overlay).
+    ///
+    /// # Panics
+    /// Panics if it has a backing image.
+    pub fn attach_backing(&self, below: Arc<Image>) {
+        self.backing.set(below).expect("opened without its backing file");
+    }
+
     /// Changes the backing file's name in the header, or removes it. The open image continues to
     /// read from the backing file that it was opened with.
     ///

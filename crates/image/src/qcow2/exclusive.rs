@@ -1,7 +1,13 @@
 //! Changes of the whole image: exclusive access, writing all metadata, and parts that several of
 //! them share.
 
-use std::{ops::Range, sync::atomic::Ordering::Release};
+use std::{
+    ops::Range,
+    sync::{
+        Arc,
+        atomic::Ordering::{Acquire, Release},
+    },
+};
 
 use super::{
     Qcow2Image, bitmap::BitmapError, drained::ExclusiveImage, header::Qcow2Header, l1::L1,
@@ -20,7 +26,7 @@ impl Qcow2Image {
     /// Writes all dirty metadata, durably. Requires that no request is in flight or no cluster is
     /// being freed.
     pub(super) async fn flush_all_metadata(&self) -> Result<()> {
-        if self.read_only {
+        if self.read_only.load(Acquire) {
             return Ok(());
         }
         self.flush_remaining_metadata().await?;
@@ -58,16 +64,28 @@ impl Qcow2Image {
         Err(if let BitmapError::Failed(error) = why { error } else { Error::IO })
     }
 
+    /// Makes everything durable, including dirty bitmaps, after the changes in flight, those of
+    /// cancelled requests included. Unused clusters are freed at once: nothing changes the file
+    /// later unless the disk is changed.
+    ///
+    /// # Errors
+    /// As [`Qcow2Image::write_for_handover`]; the image remains writable.
+    pub(crate) async fn settle(&self) -> Result<()> {
+        self.write_for_handover().await?;
+        self.flush_files().await
+    }
+
     /// Writes everything, including dirty bitmaps, and truncates the file after its last cluster.
     /// The image must not be used afterwards.
     ///
     /// # Errors
     /// Errors of the file; flushed data is not affected.
     pub async fn close(&self) -> Result<()> {
-        if let Some(backing) = self.backing() {
+        // Another owner, such as a disk, still uses it, or closes it.
+        if let Some(backing) = self.backing.get().filter(|backing| Arc::strong_count(backing) == 1) {
             Box::pin(backing.close()).await?;
         }
-        if self.read_only || self.file.is_corrupt() {
+        if self.is_read_only() {
             return Ok(());
         }
         let _quiesced = self.quiesce().await?;

@@ -5,7 +5,7 @@
 //! read and checked on first use.
 
 use std::sync::{
-    Arc, Mutex,
+    Arc, Mutex, OnceLock,
     atomic::{AtomicBool, AtomicU64, Ordering::Relaxed},
 };
 
@@ -120,9 +120,11 @@ enum Qcow2Purpose<'a> {
 pub struct Qcow2State {
     pub(super) file: ImageFile,
     pub(super) data: Option<Storage>,
-    pub(super) backing: Option<Arc<Image>>,
+    /// Set when it is opened, or once by [`Qcow2Image::attach_backing`].
+    pub(super) backing: OnceLock<Arc<Image>>,
     pub(super) cipher: Option<SectorCipher>,
-    pub(super) read_only: bool,
+    /// Changes only from false to true: see [`Qcow2Image::make_read_only`].
+    pub(super) read_only: AtomicBool,
     /// True if every write is made durable before it completes, even without FUA (cache mode
     /// `writethrough`).
     pub(super) writes_through: bool,
@@ -258,9 +260,9 @@ impl Qcow2Image {
         let image = Self(Arc::new(Qcow2State {
             file,
             data,
-            backing,
+            backing: backing.map_or_else(OnceLock::new, OnceLock::from),
             cipher,
-            read_only,
+            read_only: AtomicBool::new(read_only),
             writes_through,
             shape,
             compression: header.compression,

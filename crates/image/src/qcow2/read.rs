@@ -139,7 +139,7 @@ impl Qcow2Image {
             return Err(Error::IO);
         }
         let mut data = Segments::default();
-        if let Some(backing) = self.backing.as_ref().filter(|_| available > 0) {
+        if let Some(backing) = self.backing().filter(|_| available > 0) {
             data = backing.read_to(offset, target.split_front(available)).await?;
         }
         if !target.is_empty() {
@@ -150,7 +150,7 @@ impl Qcow2Image {
 
     /// Number of bytes that the backing file has from `offset` on.
     pub(super) fn backing_bytes(&self, offset: u64) -> u64 {
-        self.backing.as_ref().map_or(0, |backing| backing.size_bytes().saturating_sub(offset))
+        self.backing().map_or(0, |backing| backing.size_bytes().saturating_sub(offset))
     }
 
     async fn read_compressed(

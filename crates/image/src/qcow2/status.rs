@@ -38,7 +38,7 @@ impl Qcow2Image {
             GuestMapping::Zero { host } => Extent { length, hole: host.is_none(), zero: true },
             GuestMapping::Unallocated => {
                 let backed_bytes = self.backing_bytes(at).min(length);
-                let Some(backing) = self.backing.as_ref().filter(|_| backed_bytes > 0) else {
+                let Some(backing) = self.backing().filter(|_| backed_bytes > 0) else {
                     push_extent(extents, Extent { length, hole: true, zero: true });
                     return Ok(length);
                 };
@@ -81,7 +81,7 @@ impl Qcow2Image {
         };
         let mut at = offset;
         for MappedRun { length, mapping } in self.map(offset, length).await? {
-            match (mapping, &self.backing) {
+            match (mapping, self.backing()) {
                 (GuestMapping::Unallocated, None) => push(length, 0),
                 (GuestMapping::Unallocated, Some(backing)) => {
                     let backed_bytes = self.backing_bytes(at).min(length);

@@ -178,7 +178,7 @@ impl Qcow2Image {
         let _lock = self.writing.exclusive(0..1).await;
         self.file.mark_corrupt().await;
         let batch = self.take_batch();
-        if self.file.is_corrupt() && !self.read_only {
+        if self.file.is_corrupt() && !self.read_only.load(Relaxed) {
             // A corrupt image must not be written to.
             self.requeue(batch);
             return Err(Error::IO);

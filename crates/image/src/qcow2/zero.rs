@@ -83,7 +83,7 @@ impl Qcow2Image {
         let (first, last) = self.whole_clusters(offset, end);
         let zero = match self.shape.version {
             3.. => Some(ClusterChange::Zero { unmap: options.may_unmap }),
-            _ if options.may_unmap && self.backing.is_none() => Some(ClusterChange::Unallocated),
+            _ if options.may_unmap && self.backing().is_none() => Some(ClusterChange::Unallocated),
             _ => None,
         };
         // A raw data file must itself contain the zeroes.
@@ -130,7 +130,7 @@ impl Qcow2Image {
             // or as zeroes.
             return data.discard(first, last.min(data.size_bytes()).saturating_sub(first)).await;
         }
-        let change = match (&self.backing, self.shape.version) {
+        let change = match (self.backing(), self.shape.version) {
             (None, _) => ClusterChange::Unallocated,
             // Otherwise the content of the backing file would become visible again.
             (Some(_), 3..) => ClusterChange::Zero { unmap: true },
