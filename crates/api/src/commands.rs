@@ -276,3 +276,29 @@ pub enum Severity {
     /// The daemon starts.
     Warning,
 }
+
+/// Snapshots of one instant: the result of `x-weir-snapshot`.
+#[derive(Clone, Debug, Default, Deserialize, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case", default)]
+pub struct TakenSnapshots {
+    /// One for each disk, in the order of the request.
+    pub snapshots: Vec<TakenSnapshot>,
+    /// Time in nanoseconds for which changes of the disks have waited.
+    pub pause_ns: u64,
+}
+
+/// Snapshot of one disk.
+#[derive(Clone, Debug, Default, Deserialize, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case", default)]
+pub struct TakenSnapshot {
+    /// The disk.
+    pub disk: String,
+    /// Image of the disk from now on.
+    pub image: String,
+    /// Image with the content of the instant, of an external snapshot: it is read-only now.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub backing: Option<String>,
+    /// Name of an internal snapshot.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub internal: Option<String>,
+}

@@ -118,6 +118,9 @@ pub struct DiskStatus {
     /// Absolute path of an image in a file.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub path: Option<String>,
+    /// Files of its backing chain, from the image to the base. Absent without a backing file.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub chain: Vec<String>,
     /// Size in bytes.
     pub size: u64,
     /// True if the image is open read-only.

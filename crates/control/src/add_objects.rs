@@ -312,7 +312,7 @@ mod tests {
             });
             assert!(new_disk("d", &keys, None).add(&registry).await.expect("a disk").is_empty());
             let running = registry.disks.get("d").expect("it was added");
-            assert!(running.is_added && running.config.description == "a disk");
+            assert!(running.is_added && running.config().description == "a disk");
             assert_eq!(running.disk.throttle().settings().share.weight(), 200);
             assert_eq!(
                 running.disk.throttle().group().map(|group| group.name().to_owned()).as_deref(),

@@ -5,13 +5,16 @@ use std::{fs::Metadata, os::unix::fs::MetadataExt as _, path::Path, sync::Arc};
 use anyhow::{Context as _, anyhow};
 use block::{disk::Disk, layer::throttle::ThrottleGroup};
 use export::nbd;
-use image::{Image, Secret, open::ImageOptions};
-use reactor::regular_file;
+use image::{
+    Image, Secret,
+    open::{BackingChoice, ImageOptions},
+};
+use reactor::{operation::PassedFd, regular_file};
 use settings::{
-    DesiredState, ProcessSpec, SecretSource, ThrottleConfig, TlsConfig, TlsCredentialFiles,
+    DesiredState, DiskConfig, ProcessSpec, SecretSource, ThrottleConfig, TlsConfig, TlsCredentialFiles,
     secret::SecretReader,
 };
-use storage::{OpenOptions, PassedFiles, Root, rate::RateBudgets, rbd};
+use storage::{ImageFormat, OpenOptions, PassedFiles, Root, rate::RateBudgets, rbd};
 
 use super::{
     image_opening::ImageOpenRequest,
@@ -97,6 +100,15 @@ impl DiskAssembly {
         options.storage.passed_files = self.passed_files.clone();
         let (name, key_origin) = (planned.name.clone(), planned.first_qcow2_key().cloned());
         Ok(ImageOpenRequest { name, spec: planned.image.to_spec()?, options, qcow2_key_origin: key_origin })
+    }
+
+    /// Options for a new overlay of a disk with this config. Its own format is qcow2; its parts,
+    /// passphrases and snapshots are those of images below.
+    pub(crate) fn overlay_options(&self, config: &DiskConfig, descriptor: Option<PassedFd>) -> ImageOptions {
+        let mut options = image_options(config, &self.budgets, self.root.clone(), Vec::new());
+        (options.storage.format, options.storage.descriptor) =
+            (Some(ImageFormat::Qcow2), descriptor.map(Arc::new));
+        ImageOptions { backing: BackingChoice::Nothing, ..options }
     }
 
     async fn read_secrets(&mut self, sources: &[SecretSource]) -> anyhow::Result<Vec<Secret>> {
@@ -245,7 +257,7 @@ pub fn build_disk(
 }
 
 fn image_options(
-    disk: &settings::DiskWithOrigins,
+    disk: &DiskConfig,
     budgets: &RateBudgets,
     root: Option<Root>,
     secrets: Vec<Secret>,

@@ -372,7 +372,7 @@ impl HostEndpoint {
 /// Identity of a device's data, by which the next process finds it again. A disk in memory does not
 /// survive this process, so its identity is unique.
 fn data_identity(running: &RunningDisk) -> anyhow::Result<String> {
-    Ok(match running.config.image.path() {
+    Ok(match running.config().image.path() {
         // Absolute: the next process may run in another directory.
         Some(path) => format!("weir:{}", std::path::absolute(path)?.display()),
         None => format!("weir:{}:{}", std::process::id(), running.disk.name()),

@@ -55,6 +55,7 @@ mod retry_queue;
 pub mod running_disk;
 pub mod running_server;
 pub mod schedules;
+mod snapshots;
 mod structure_lock;
 mod throttle_log;
 mod trial_open;

@@ -9,6 +9,7 @@ use settings::{ConfigWithOrigins, DaemonConfig, DesiredState};
 use storage::rate::RateBudgets;
 
 /// Config in force.
+#[derive(Clone)]
 pub struct LoadedConfig {
     /// Path as given: messages and relative paths begin with it.
     pub file: PathBuf,

@@ -2,7 +2,12 @@
 //!
 //! Data only; the registry manages it.
 
-use std::{cell::Cell, path::absolute, rc::Rc, sync::Arc};
+use std::{
+    cell::{Cell, Ref, RefCell},
+    path::absolute,
+    rc::Rc,
+    sync::Arc,
+};
 
 use block::{
     disk::{DetectZeroes, Discards, Disk},
@@ -12,7 +17,7 @@ use image::qcow2::CacheSettings;
 use policy::{schedule::LimitSchedule, time::Duration};
 use serde_json::{Map, Value};
 use settings::{ConfigKey, DiskConfig, ImageLocation, KeyTable as _, ThrottleConfig};
-use storage::CacheMode;
+use storage::{CacheMode, ImageFormat};
 
 /// Time that the removal of a disk waits for its files to be closed.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(5);
@@ -22,14 +27,17 @@ const CLOSE_TIMEOUT: Duration = Duration::from_secs(5);
 pub struct RunningDisk {
     /// The disk itself.
     pub disk: Arc<Disk>,
-    /// Config when it was added. [`RunningDisk::current_config`] includes later changes.
-    pub config: DiskConfig,
+    /// Config when it was added, with the image of the last snapshot.
+    pub(crate) config: RefCell<DiskConfig>,
+    pub(crate) is_switched: Cell<bool>,
     /// Configured sizes of the metadata caches; the image may round them.
     pub(crate) caches: Cell<CacheSettings>,
     /// Option of `blockdev-add` that is no config key, and is valid on this host only.
     pub(crate) host_local_option: Option<&'static str>,
     /// Nodes that `blockdev-add` named below the disk's own, topmost first.
     pub(crate) lower_nodes: Vec<LowerNode>,
+    /// Nodes that `blockdev-snapshot` put over the disk's own. They name the disk too.
+    pub(crate) overlay_nodes: RefCell<Vec<String>>,
     /// Options of the protocol node, for a node that `blockdev-add` opened without a format.
     pub(crate) storage: Option<Rc<ProtocolNode>>,
     /// Arguments of each `blockdev-add` that created the disk or put a node above it, lowest node
@@ -45,13 +53,43 @@ impl RunningDisk {
         Self {
             disk: Arc::new(disk),
             caches: Cell::new(config.qcow2.caches),
-            config,
+            config: RefCell::new(config),
+            is_switched: Cell::new(false),
             host_local_option: None,
             lower_nodes: Vec::new(),
+            overlay_nodes: RefCell::default(),
             storage: None,
             creation_commands: None,
             is_added: false,
         }
+    }
+
+    /// Config when it was added, with the present image. [`RunningDisk::current_config`] includes
+    /// later changes of settings. Must not be held across an await.
+    pub fn config(&self) -> Ref<'_, DiskConfig> {
+        self.config.borrow()
+    }
+
+    /// Changes the image in the config, after the disk was switched to an overlay.
+    pub(crate) fn set_image(&self, image: ImageLocation) {
+        let mut config = self.config.borrow_mut();
+        (config.image, config.format) = (image, Some(ImageFormat::Qcow2));
+        self.is_switched.set(true);
+    }
+
+    /// True if a snapshot has replaced the image that the disk was added with.
+    pub(crate) fn is_switched(&self) -> bool {
+        self.is_switched.get()
+    }
+
+    /// Adds the names of the nodes of a new overlay.
+    pub(crate) fn add_overlay_nodes(&self, names: Vec<String>) {
+        self.overlay_nodes.borrow_mut().extend(names);
+    }
+
+    /// Names of the nodes that were put over the disk's own by snapshots.
+    pub(crate) fn overlay_nodes(&self) -> Vec<String> {
+        self.overlay_nodes.borrow().clone()
     }
 
     /// Disk of one MiB in memory without settings, for tests and fuzzing.
@@ -65,7 +103,7 @@ impl RunningDisk {
     /// Config with the current values of all settings that can change at run time.
     pub(crate) fn current_config(&self) -> DiskConfig {
         let throttle = self.disk.throttle();
-        let mut config = self.config.clone();
+        let mut config = self.config().clone();
         config.settings = ThrottleConfig::from_running(&throttle.settings().into());
         config.schedule = LimitSchedule::clone(&throttle.scheduled().schedule);
         config.group = throttle.group().map(|group| group.name().to_owned());

@@ -252,7 +252,7 @@ fn disk(registry: &Registry, running: &RunningDisk) -> DiskFigures {
     DiskFigures {
         name: Arc::clone(disk.name()),
         format: image.format().name(),
-        cache: running.config.cache.name(),
+        cache: running.config().cache.name(),
         group: member.group().map(|group| group.name().to_owned()).unwrap_or_default(),
         size_bytes: disk.size_bytes(),
         totals: disk.totals(),

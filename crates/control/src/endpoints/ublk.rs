@@ -23,7 +23,7 @@ pub(super) async fn open(
     let export = UblkExport {
         id: (*id).into(),
         disk: Arc::clone(disk),
-        offer: UblkOffer { queues, ..device_offer(disk, running.config.cache, *read_only, settings) },
+        offer: UblkOffer { queues, ..device_offer(disk, running.config().cache, *read_only, settings) },
     };
     let server = match terms.transferred.take() {
         Some(TransferredEndpoint::Ublk) => UblkServer::recover(export, workers).await?,

@@ -37,7 +37,7 @@ pub(super) fn open(
     let export = VhostUserExport {
         id: (*id).into(),
         disk: Arc::clone(disk),
-        offer: device_offer(disk, running.config.cache, *read_only, settings),
+        offer: device_offer(disk, running.config().cache, *read_only, settings),
         serial: settings.serial.as_deref().unwrap_or(disk.name()).into(),
     };
     let server = VhostUserServer::with_observer(Arc::new(terms.events.clone()), export);

@@ -100,6 +100,7 @@ kinds! {
     JobStarted "job_started" Info
     JobEnded "job_ended" Info
     JobFailed "job_failed" Error
+    SnapshotTaken "snapshot_taken" Info
     TakenOver "taken_over" Info
     ClusterJoined "cluster_joined" Info
     ClusterPartitioned "cluster_partitioned" Warning

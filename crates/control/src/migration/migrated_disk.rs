@@ -150,9 +150,9 @@ fn check_migratable(running: &RunningDisk) -> anyhow::Result<()> {
         running.lower_nodes.is_empty(),
         "it consists of several nodes of blockdev-add, which cannot be migrated (add it with `weir disk add`)"
     );
-    let config = &running.config;
+    let config = running.config();
     let mut host_only_keys = DiskConfig::keys().iter().filter(|key| key.transfer == TransferPolicy::HostOnly);
-    let host_only = host_only_keys.find(|key| !key.is_default(config)).map(|key| key.name);
+    let host_only = host_only_keys.find(|key| !key.is_default(&config)).map(|key| key.name);
     if let Some(key) = host_only.or(running.host_local_option) {
         bail!("{key}: cannot be migrated (add the disk to the config file there instead)");
     }

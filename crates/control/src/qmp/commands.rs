@@ -48,6 +48,7 @@ mod remote;
 mod removal;
 mod server;
 mod set;
+mod snapshot;
 mod status;
 mod throttle;
 mod upgrade;
@@ -117,6 +118,12 @@ pub(crate) const TABLE: &[CommandEntry] = &[
     CommandEntry::of::<job::CancelBlockJob>(),
     CommandEntry::of::<job::PauseBlockJob>(),
     CommandEntry::of::<job::ResumeBlockJob>(),
+    CommandEntry::of::<snapshot::TakeSnapshots>(),
+    CommandEntry::of::<snapshot::BlockdevSnapshot>(),
+    CommandEntry::of::<snapshot::BlockdevSnapshotSync>(),
+    CommandEntry::of::<snapshot::BlockdevSnapshotInternalSync>(),
+    CommandEntry::of::<snapshot::BlockdevSnapshotDeleteInternalSync>(),
+    CommandEntry::of::<snapshot::Transaction>(),
     CommandEntry::of::<recording::RecordStart>(),
     CommandEntry::of::<recording::RecordStop>(),
     CommandEntry::of::<recording::QueryRecordings>(),

@@ -9,19 +9,21 @@
 
 use std::{
     collections::{HashMap, HashSet},
+    path::{PathBuf, absolute},
     rc::Rc,
     sync::Arc,
 };
 
 use anyhow::{Context as _, bail, ensure};
 use settings::{
-    ConfigWithOrigins, DesiredState, DiskConfig, DiskWithOrigins, ExportConfig, GroupWithOrigins,
+    ConfigKey, ConfigWithOrigins, DesiredState, DiskConfig, DiskWithOrigins, ExportConfig, GroupWithOrigins,
     KeyTable as _, Origin, ParsedConfig, ProcessSpec, key::ChangePolicy,
 };
 
 use crate::{
     planned_export::{PlannedEndpoint, PlannedExport, RunningExportIndex},
     registry::{Registry, RegistryError, RunningDisk, RunningExport},
+    snapshots::chain_files,
 };
 
 const REMEDY: &str = "remove the disk from the file, reload, and add it again; or restart weir";
@@ -186,7 +188,7 @@ impl PlanDifference {
                 registry.check_name(&disk.name).with_context(|| origin.to_string())?;
                 let has_image = |old: &&String| {
                     disk.image.path().is_some()
-                        && registry.disks.get(old).is_ok_and(|old| old.config.image == disk.image)
+                        && registry.disks.get(old).is_ok_and(|old| old.config().image == disk.image)
                 };
                 // The old disk is removed last: the new disk would find the image locked.
                 if let Some(old) = self.old_disks.iter().find(has_image) {
@@ -203,6 +205,15 @@ impl PlanDifference {
                 || fixed_differences_of_running(&running, disk),
                 |old| fixed_differences(old, disk),
             );
+            if keys.contains(&"image")
+                && let Some(top) = top_of_chain_with(&running, disk)
+            {
+                // A start with the old image would change it under its overlay.
+                bail!(disk.origin("image").error(format!(
+                    "is a backing file of the disk since a snapshot (set image = {top:?} and \
+                     format = \"qcow2\" here; do not restart weir before)"
+                )));
+            }
             if !keys.is_empty() {
                 let rule =
                     format!("{}: cannot be changed while the disk is served ({REMEDY})", keys.join(", "));
@@ -288,23 +299,32 @@ fn origin_text(place: Option<&Origin>) -> String {
     place.map(Origin::to_string).unwrap_or_default()
 }
 
-/// Differing keys that cannot change at run time.
+/// Differing keys that cannot change at run time. Two paths of one file do not differ.
 pub(crate) fn fixed_differences(old: &DiskConfig, new: &DiskConfig) -> Vec<&'static str> {
-    old.differences(new).filter(|key| key.change == ChangePolicy::Reject).map(|key| key.name).collect()
+    let is_same_file = absolute_path(old).is_some_and(|path| Some(path) == absolute_path(new));
+    let is_fixed = |key: &&ConfigKey<DiskConfig>| {
+        key.change == ChangePolicy::Reject && !(is_same_file && key.name == "image")
+    };
+    old.differences(new).filter(is_fixed).map(|key| key.name).collect()
+}
+
+fn absolute_path(disk: &DiskConfig) -> Option<PathBuf> {
+    absolute(disk.image.path()?).ok()
+}
+
+/// Image of the running disk, if the file names a backing file of it.
+fn top_of_chain_with(running: &RunningDisk, new: &DiskConfig) -> Option<String> {
+    let path = absolute_path(new)?.display().to_string();
+    let mut chain = chain_files(&running.disk.image()).into_iter();
+    let top = chain.next()?;
+    chain.any(|file| file == path).then_some(top)
 }
 
 /// As [`fixed_differences`], for a disk that was added over the control socket: the file may omit
 /// the format, and have the passphrase in a file instead of a secret object.
 fn fixed_differences_of_running(running: &RunningDisk, new: &DiskConfig) -> Vec<&'static str> {
-    let old = &running.config;
-    let is_same_file = match (old.image.path(), new.image.path()) {
-        (Some(old), Some(new)) => std::path::absolute(old).ok() == std::path::absolute(new).ok(),
-        _ => false,
-    };
+    let old = &*running.config();
     let mut new = DiskConfig { format: new.format.or(old.format), ..new.clone() };
-    if is_same_file {
-        new.image.clone_from(&old.image);
-    }
     let has_secret = running.host_local_option == Some("key-secret") && !new.qcow2.secrets.is_empty();
     if has_secret {
         new.qcow2.secrets.clone_from(&old.qcow2.secrets);

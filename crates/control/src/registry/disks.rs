@@ -64,14 +64,15 @@ impl DiskRegistry {
         self.watches.borrow_mut().insert(name.clone(), watches);
         // Names of nodes are unique across all disks, as in QEMU.
         self.lower_node_names.borrow_mut().extend(disk.lower_nodes.iter().map(|node| node.name.clone()));
+        self.lower_node_names.borrow_mut().extend(disk.overlay_nodes());
         self.listed.insert(name, disk);
     }
 
     pub(super) fn remove(&self, name: &str) {
         if let Some(disk) = self.listed.remove(name) {
-            for node in &disk.lower_nodes {
-                self.lower_node_names.borrow_mut().remove(&node.name);
-            }
+            let mut names = self.lower_node_names.borrow_mut();
+            disk.lower_nodes.iter().for_each(|node| _ = names.remove(&node.name));
+            disk.overlay_nodes().iter().for_each(|node| _ = names.remove(node));
         }
         self.watches.borrow_mut().remove(name);
     }
@@ -182,6 +183,18 @@ impl DiskRegistry {
         let unavailable = self.unavailable.borrow();
         let member = unavailable.iter().find(|(_, entry)| entry.group().as_deref() == Some(group));
         member.map(|(name, _)| name.clone())
+    }
+
+    /// Adds, and reserves, the names of nodes that a snapshot has put over a disk.
+    pub(crate) fn add_overlay_nodes(&self, running: &RunningDisk, names: Vec<String>) {
+        self.lower_node_names.borrow_mut().extend(names.iter().cloned());
+        running.add_overlay_nodes(names);
+    }
+
+    /// The disk with this name, or with a node of this name that a snapshot has put over it.
+    pub(crate) fn find_node(&self, name: &str) -> Option<Rc<RunningDisk>> {
+        let has_node = |running: &Rc<RunningDisk>| running.overlay_nodes().iter().any(|node| node == name);
+        self.find(name).or_else(|| self.all().into_iter().find(has_node))
     }
 
     pub(crate) fn is_lower_node(&self, name: &str) -> bool {

@@ -38,10 +38,14 @@ pub(super) fn disk_origin(running: &RunningDisk) -> ObjectOrigin<AddedDiskState>
     if nodes.is_empty() && !running.is_added {
         return ObjectOrigin::Config;
     }
-    if running.config.image.path().is_some_and(|path| path.starts_with("/dev/fdset")) {
+    if running.config().image.path().is_some_and(|path| path.starts_with("/dev/fdset")) {
         return ObjectOrigin::NotTransferable("its file was passed to the old process by add-fd".to_owned());
     }
-    if nodes.iter().any(|node| node.contains_key("encrypt")) || !running.config.qcow2.secrets.is_empty() {
+    if !nodes.is_empty() && running.is_switched() {
+        let why = "snapshots have changed the nodes that blockdev-add created";
+        return ObjectOrigin::NotTransferable(why.to_owned());
+    }
+    if nodes.iter().any(|node| node.contains_key("encrypt")) || !running.config().qcow2.secrets.is_empty() {
         return ObjectOrigin::NotTransferable("only the old process has its passphrase".to_owned());
     }
     let keys = running.is_added.then(|| running.transferred_keys());

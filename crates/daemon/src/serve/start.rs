@@ -417,15 +417,10 @@ async fn enter_sandbox(
     let is_of_later = |export: &&ExportSpec| comes_later(&plan.disks[export.disk]);
     let later_targets = plan.exports.iter().filter(is_of_later).map(|export| export.target.clone());
     let running = registry.disks.all();
-    let remotes =
-        running.iter().map(|disk| &disk.config.image).chain(plan.disks.iter().map(|disk| &disk.image));
+    let running_images: Vec<_> = running.iter().map(|disk| disk.config().image.clone()).collect();
+    let remotes = running_images.iter().chain(plan.disks.iter().map(|disk| &disk.image));
     let served = sandbox::ServedResources {
-        images: registry
-            .disks
-            .all()
-            .iter()
-            .filter_map(|disk| disk.config.image.path().map(Path::to_owned))
-            .collect(),
+        images: running_images.iter().filter_map(|image| image.path().map(Path::to_owned)).collect(),
         endpoints: registry.exports.servers().iter().map(|serving| serving.endpoint.clone()).collect(),
         remotes: remotes.filter_map(|image| image.remote().cloned()).collect(),
         export_targets: registry
@@ -437,7 +432,7 @@ async fn enter_sandbox(
             .chain(awaited)
             .collect(),
         cluster: plan.disks.iter().any(assemble::opens_in_sandbox)
-            || registry.disks.all().iter().any(|disk| disk.config.image.is_rbd()),
+            || running_images.iter().any(settings::ImageLocation::is_rbd),
         etcd_ports: plan.process.cluster.as_ref().map(cluster::ports).unwrap_or_default(),
         own_directories: (plan.process.cluster.as_ref())
             .and_then(|known| cluster::directory(plan.process.state.as_deref(), known))

@@ -126,7 +126,8 @@ async fn reopen_with_format(
 ) -> Result<(), QmpError> {
     let ChainBottom::Node(bottom) = &chain.bottom else { unreachable!("asked for a node alone") };
     let (bottom, below) = (bottom.clone(), find_top_node(registry, bottom)?);
-    let is_over_another = below.lower_nodes.iter().any(|node| node.is_own_disk);
+    // After a snapshot the node's own file is a backing file, which must not be opened for writing.
+    let is_over_another = below.is_switched() || below.lower_nodes.iter().any(|node| node.is_own_disk);
     let storage = below.storage.clone().filter(|_| !is_over_another).ok_or_else(|| {
         QmpError::rule(
             "file",

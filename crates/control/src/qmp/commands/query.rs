@@ -87,8 +87,8 @@ async fn block_device_info(running: &RunningDisk) -> Value {
     } else if !disk_limits.is_unlimited() {
         info.insert("group".to_owned(), json!(&**disk.name()));
     }
-    let cache = running.config.cache;
-    let file = running.config.image.to_string();
+    let cache = running.config().cache;
+    let file = running.config().image.to_string();
     let header = header(&disk.image());
     let members = json!({
         "node-name": &**disk.name(),
@@ -141,7 +141,7 @@ async fn image_info(running: &RunningDisk, file: &str) -> Value {
     });
     if let Some(header) = header(&running.disk.image()) {
         add_header_facts(&header, &mut info);
-        if let (Some(path), Some(backing)) = (running.config.image.path(), &header.backing) {
+        if let (Some(path), Some(backing)) = (running.config().image.path(), &header.backing) {
             info["full-backing-filename"] = json!(referenced_path(path, &backing.name).display().to_string());
         }
     }
@@ -154,10 +154,10 @@ async fn image_info(running: &RunningDisk, file: &str) -> Value {
 
 /// Name of the driver: QEMU's name, or weir's own.
 fn driver_name(running: &RunningDisk) -> &'static str {
-    match running.config.image.to_string().split(':').next() {
+    match running.config().image.to_string().split(':').next() {
         _ if matches!(&*running.disk.image(), Image::Qcow2(_)) => "qcow2",
-        _ if running.config.image.path().is_some() => "raw",
-        _ if running.config.image.remote().is_some() => "nbd",
+        _ if running.config().image.path().is_some() => "raw",
+        _ if running.config().image.remote().is_some() => "nbd",
         Some("null") => "null-co",
         _ => "x-weir-memory",
     }

@@ -37,6 +37,7 @@ use crate::{
     registry::{Registry, RunningDisk, RunningEndpoint, RunningExport},
     running_server::RunningServer,
     schedules::schedule_status,
+    snapshots::chain_files,
     unmet_reservation::UnmetReservationEntry,
 };
 
@@ -119,16 +120,17 @@ fn disk_status(registry: &Registry, running: &Rc<RunningDisk>) -> DiskStatus {
     let exports = registry.exports.of_disk(disk.name());
     DiskStatus {
         name: disk.name().to_string(),
-        image: running.config.image.to_string(),
+        image: running.config().image.to_string(),
         path: running
-            .config
+            .config()
             .image
             .path()
             .and_then(|path| path::absolute(path).ok())
             .map(|path| path.display().to_string()),
+        chain: image.backing().map(|_| chain_files(&image)).unwrap_or_default(),
         size: disk.size_bytes(),
         read_only: image.is_read_only(),
-        cache: Some(running.config.cache.name().to_owned()),
+        cache: Some(running.config().cache.name().to_owned()),
         format: image.format().name().to_owned(),
         l2_cache,
         refcount_cache,

@@ -1,0 +1,525 @@
+//! Snapshots of disks in use, of one disk or of several at one instant.
+//!
+//! ```text
+//!   open overlays ─► flush ─► all gates closed ─► settle ─► internal snapshots ─► switch ─► opened
+//!        nothing has changed; a failure leaves each disk as it is ───────────────┘│
+//!                                                             cannot fail ────────┘
+//! ```
+//!
+//! External: the disk continues in a new overlay, and its present image is never written again.
+//! Internal: the qcow2 image keeps the clusters of the instant.
+//!
+//! Overlays exist before; this code never creates or removes a file. It runs on the main thread.
+
+mod created;
+
+use std::{cmp::Reverse, collections::BTreeSet, path::absolute, rc::Rc, sync::Arc};
+
+use anyhow::{Context as _, bail, ensure};
+use api::{TakenSnapshot, TakenSnapshots};
+use block::disk::QuiescedDisk;
+pub(crate) use created::CreatedOverlay;
+use image::{
+    Image, Qcow2Image,
+    open::{check_overlay, is_encrypted},
+    qcow2::snapshot::{InternalSnapshot, NewSnapshot},
+};
+use policy::time::Duration;
+use reactor::{error::Error, operation::PassedFd};
+use settings::ImageLocation;
+use storage::{ImageFormat, Storage};
+
+use crate::{
+    assemble::DiskAssembly,
+    endpoints::HostEndpoint,
+    events::{Kind, NewEvent},
+    image_opening::OPEN_TIMEOUT,
+    loaded_config::LoadedConfig,
+    registry::{Registry, RegistryError, RunningDisk, RunningEndpoint, StartingJob},
+};
+
+/// Longest wait for changes in flight of each disk. Clients' changes wait meanwhile.
+const QUIESCE_TIMEOUT: Duration = Duration::from_secs(5);
+/// Longest flush before the gates are closed.
+const FLUSH_TIMEOUT: Duration = Duration::from_secs(60);
+/// Longest flush of each disk while clients' changes wait.
+const SETTLE_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// Snapshot of one disk.
+#[derive(Debug)]
+pub(crate) struct SnapshotRequest {
+    /// Name of the disk.
+    pub(crate) disk: String,
+    pub(crate) kind: SnapshotKind,
+}
+
+/// Kind of a snapshot, with its parameters.
+#[derive(Debug)]
+pub(crate) enum SnapshotKind {
+    /// The disk continues in this overlay.
+    External {
+        overlay: ImageLocation,
+        /// The overlay's file, which the client has opened.
+        descriptor: Option<PassedFd>,
+        /// Name of the new node, which from now on names the disk as well.
+        node: Option<String>,
+    },
+    /// The disk continues in the image of this disk, which is not listed any more.
+    Node(String),
+    /// The image keeps the content under this name.
+    Internal(String),
+}
+
+/// A snapshot that can be taken.
+struct PreparedSnapshot<'a> {
+    running: Rc<RunningDisk>,
+    /// Image of the disk when it was prepared.
+    below: Arc<Image>,
+    kind: PreparedKind,
+    /// Excludes jobs, the removal and a second snapshot of the disk.
+    _reserved: StartingJob<'a>,
+}
+
+enum PreparedKind {
+    External(PreparedOverlay),
+    Internal { image: Qcow2Image, name: String },
+}
+
+/// An overlay that is open and checked, without its backing image.
+struct PreparedOverlay {
+    image: Arc<Image>,
+    qcow2: Qcow2Image,
+    location: ImageLocation,
+    /// Names of its nodes.
+    nodes: Vec<String>,
+    /// The disk that it was.
+    taken: Option<RunningDisk>,
+}
+
+/// Takes snapshots of all disks at one instant, or none.
+///
+/// # Errors
+/// The reason; no disk has changed.
+pub(crate) async fn take_snapshots(
+    registry: &Rc<Registry>,
+    requests: Vec<SnapshotRequest>,
+) -> anyhow::Result<TakenSnapshots> {
+    let _guard = registry.lock_structure().await?;
+    let mut names = BTreeSet::new();
+    for SnapshotRequest { disk, .. } in &requests {
+        ensure!(names.insert(disk.clone()), "disk {disk}: named twice (name each disk once)");
+    }
+    let mut prepared = Vec::new();
+    let result = async {
+        for request in requests {
+            prepared.push(prepare(registry, request).await?);
+        }
+        take_all(registry, &prepared).await
+    };
+    let result = result.await;
+    let pause_ns = match result {
+        Ok(pause_ns) => pause_ns,
+        Err(error) => {
+            prepared.into_iter().for_each(|prepared| roll_back(registry, prepared));
+            return Err(error);
+        }
+    };
+    let mut snapshots = Vec::new();
+    for PreparedSnapshot { running, below, kind, .. } in prepared {
+        snapshots.push(conclude(registry, &running, below, kind, pause_ns).await);
+    }
+    Ok(TakenSnapshots { snapshots, pause_ns })
+}
+
+/// Checks the disk, and opens its overlay. Changes nothing but the reservation of memory.
+async fn prepare<'a>(
+    registry: &'a Rc<Registry>,
+    SnapshotRequest { disk: name, kind }: SnapshotRequest,
+) -> anyhow::Result<PreparedSnapshot<'a>> {
+    let running = registry.disks.get(&name)?;
+    let is_changing = registry.disks.is_incomplete(&name) || registry.disks.is_migrating(&name);
+    ensure!(!is_changing, RegistryError::Busy(name));
+    let reserved = registry.jobs.reserve(Some(format!("snapshot-{name}")), std::slice::from_ref(&name))?;
+    let below = running.disk.image();
+    check_disk(&running, &below)?;
+    let kind = match kind {
+        SnapshotKind::Internal(snapshot) => {
+            let image = internal_image(&running, &below)?;
+            let taken = image.snapshots().await.with_context(|| format!("disk {name}"))?;
+            ensure!(
+                InternalSnapshot::find(&taken, &snapshot).is_none(),
+                "disk {name}: it has a snapshot {snapshot:?} already (choose another name)"
+            );
+            PreparedKind::Internal { image, name: snapshot }
+        }
+        SnapshotKind::External { overlay, descriptor, node } => {
+            check_base(&running, &below)?;
+            check_exports(registry, &name)?;
+            let image = Arc::new(open(registry, &running, &overlay, descriptor).await?);
+            let qcow2 = check_overlay(&overlay.to_string(), &image, &below).await;
+            let qcow2 = qcow2.with_context(|| format!("disk {name}"))?.clone();
+            let nodes = node.into_iter().collect();
+            PreparedKind::External(PreparedOverlay { image, qcow2, location: overlay, nodes, taken: None })
+        }
+        SnapshotKind::Node(node) => {
+            check_base(&running, &below)?;
+            check_exports(registry, &name)?;
+            PreparedKind::External(take_node(registry, &running, &node, &below).await?)
+        }
+    };
+    let prepared = PreparedSnapshot { running, below, kind, _reserved: reserved };
+    let PreparedSnapshot { running, below, kind: PreparedKind::External(overlay), .. } = &prepared else {
+        return Ok(prepared);
+    };
+    let memory = running.disk.reserve_memory_for(&[&overlay.image, below]);
+    if let Err(error) = memory.with_context(|| format!("disk {}", running.disk.name())) {
+        roll_back(registry, prepared);
+        return Err(error);
+    }
+    Ok(prepared)
+}
+
+/// Takes a disk out of the registry, whose image becomes an overlay.
+async fn take_node(
+    registry: &Rc<Registry>,
+    running: &RunningDisk,
+    node: &str,
+    below: &Image,
+) -> anyhow::Result<PreparedOverlay> {
+    let found = registry.disks.get(node)?;
+    let (image, location) = (found.disk.image(), found.config().image.clone());
+    let (cache, needed) = (found.config().cache, running.config().cache);
+    drop(found);
+    ensure!(
+        cache == needed,
+        "node {node}: it has the cache mode {}, and the disk {} has {} (add it with the same cache options)",
+        cache.name(),
+        running.disk.name(),
+        needed.name()
+    );
+    let qcow2 = check_overlay(&location.to_string(), &image, below).await?.clone();
+    drop(image);
+    // Fails if it is exported, or otherwise in use.
+    let taken = registry.take_out_disk(node)?;
+    let lower = taken.lower_nodes.iter().map(|node| node.name.clone());
+    let nodes = std::iter::once(node.to_owned()).chain(lower).collect();
+    Ok(PreparedOverlay { image: taken.disk.image(), qcow2, location, nodes, taken: Some(taken) })
+}
+
+/// Undoes the preparation of a snapshot.
+fn roll_back(registry: &Rc<Registry>, PreparedSnapshot { running, kind, .. }: PreparedSnapshot<'_>) {
+    // Less than before, so it fits.
+    if let Err(error) = running.disk.reserve_memory() {
+        tracing::error!(disk = %running.disk.name(), %error, "the memory of a disk cannot be reserved");
+    }
+    if let PreparedKind::External(PreparedOverlay { taken: Some(taken), .. }) = kind
+        && let Err(error) = registry.add_disk(taken)
+    {
+        tracing::error!(%error, "a node cannot be added again after a snapshot that has failed");
+    }
+}
+
+/// Fails if the state of the disk does not permit a snapshot.
+fn check_disk(running: &RunningDisk, image: &Image) -> anyhow::Result<()> {
+    let disk = &running.disk;
+    let name = disk.name();
+    ensure!(
+        !disk.has_handover(),
+        "disk {name}: handover: its image may pass to another process at any time (serve it without \
+         handover)"
+    );
+    ensure!(!image.is_read_only(), "disk {name}: it is read-only, so it does not change (copy its image)");
+    check_state(running, image)
+}
+
+/// As [`check_disk`], for what may have changed since.
+fn check_state(running: &RunningDisk, image: &Image) -> anyhow::Result<()> {
+    let name = running.disk.name();
+    ensure!(
+        running.disk.failures().stopped_by().is_none(),
+        "disk {name}: an error has stopped it (`weir resume` continues it)"
+    );
+    ensure!(
+        !image.storage().has_lost_writes(),
+        "disk {name}: writes to its image were lost (restart weir, and check the image)"
+    );
+    ensure!(
+        !image.has_changed_below(),
+        "disk {name}: another program has changed a backing file (check it, and restart weir)"
+    );
+    Ok(())
+}
+
+/// Fails if the header of an overlay cannot name this image as its backing file.
+fn check_base(running: &RunningDisk, image: &Image) -> anyhow::Result<()> {
+    let name = running.disk.name();
+    let is_file = image.files().all(|storage| storage.path().is_some() && storage.file_identity().is_some());
+    ensure!(
+        is_file,
+        "disk {name}: its image is not a file of this host, which an overlay needs (use `weir backup`)"
+    );
+    ensure!(
+        running.config().part.is_none(),
+        "disk {name}: it is a part of its image, and a backing file is a whole image (use `weir backup`)"
+    );
+    ensure!(
+        image.files().all(|storage| !storage.path().is_some_and(|path| path.starts_with("/dev/fdset"))),
+        "disk {name}: its image was passed as a descriptor, and an overlay needs its path"
+    );
+    ensure!(
+        !is_encrypted(image),
+        "disk {name}: its image is encrypted, and an overlay would not be (use --internal)"
+    );
+    Ok(())
+}
+
+/// Fails if an export depends on the image that the disk has now.
+fn check_exports(registry: &Registry, disk: &str) -> anyhow::Result<()> {
+    for export in registry.exports.of_disk(disk) {
+        let id = &export.id;
+        ensure!(
+            export.nbd_parameters.as_ref().is_none_or(|parameters| parameters.bitmaps.is_empty()),
+            "disk {disk}: the export {id} provides dirty bitmaps, and an overlay has none (remove it first)"
+        );
+        // After a crash a device is found again by its image, which must be the present one.
+        let is_device = match &export.endpoint {
+            RunningEndpoint::Separate(endpoint) => {
+                matches!(endpoint.host_endpoint(), Some(HostEndpoint::Ublk(_) | HostEndpoint::NbdDevice(_)))
+            }
+            RunningEndpoint::Nbd(..) => false,
+        };
+        ensure!(
+            !is_device,
+            "disk {disk}: the export {id} is a block device of this host, which belongs to the present image \
+             (detach it first, or use --internal)"
+        );
+    }
+    Ok(())
+}
+
+fn internal_image(running: &RunningDisk, image: &Image) -> anyhow::Result<Qcow2Image> {
+    match image {
+        Image::Qcow2(qcow2) => Ok(qcow2.clone()),
+        Image::Raw(_) => bail!(
+            "disk {}: its image is raw, and only qcow2 images have internal snapshots (leave \
+             --internal out for an external one)",
+            running.disk.name()
+        ),
+    }
+}
+
+/// Opens the overlay with the options of the disk.
+async fn open(
+    registry: &Registry,
+    running: &RunningDisk,
+    overlay: &ImageLocation,
+    descriptor: Option<PassedFd>,
+) -> anyhow::Result<Image> {
+    let name = running.disk.name();
+    ensure!(
+        overlay.path().is_some(),
+        "disk {name}: {overlay}: an overlay is a file (give the path of a qcow2 image)"
+    );
+    if descriptor.is_none() {
+        registry.check_image(overlay).await?;
+    }
+    let options = DiskAssembly::for_registry(registry).overlay_options(&running.config(), descriptor);
+    let spec = overlay.to_spec()?;
+    match reactor::timeout(OPEN_TIMEOUT, image::open::open(&spec, options)).await {
+        Ok(opened) => opened.map_err(|error| registry.with_holder_if_lock_error(error.into(), [])),
+        Err(_) => bail!("disk {name}: {overlay}: no answer in {} s", OPEN_TIMEOUT.as_secs()),
+    }
+}
+
+/// Takes the snapshots; returns the time for which changes have waited. A failure has changed
+/// nothing.
+async fn take_all(registry: &Registry, all: &[PreparedSnapshot<'_>]) -> anyhow::Result<u64> {
+    // Most unflushed data is written before changes have to wait.
+    for PreparedSnapshot { running, below, .. } in all {
+        // Not by the disk, whose flush may wait until it is resumed after an error.
+        let flushed = reactor::timeout(FLUSH_TIMEOUT, below.flush()).await.unwrap_or(Err(Error::TIMED_OUT));
+        flushed.with_context(|| format!("disk {}: it cannot be flushed", running.disk.name()))?;
+    }
+    let began = reactor::now();
+    let quiesced = quiesce(all).await?;
+    for (PreparedSnapshot { running, below, kind, .. }, guard) in all.iter().zip(&quiesced) {
+        let disk = &running.disk;
+        let named = || format!("disk {}: its last changes cannot be written", disk.name());
+        let settle = async {
+            if let PreparedKind::External(overlay) = kind {
+                // The first flush reaches the device, so the header of the overlay is durable.
+                overlay.image.flush().await?;
+            }
+            disk.flush_quiesced(guard).await
+        };
+        let settled = reactor::timeout(SETTLE_TIMEOUT, settle).await.unwrap_or(Err(Error::TIMED_OUT));
+        settled.with_context(named)?;
+        check_state(running, below)?;
+        if let PreparedKind::External(_) = kind {
+            check_exports(registry, disk.name())?;
+        }
+        ensure!(
+            image_size(kind).is_none_or(|bytes| bytes == disk.size_bytes()),
+            "disk {}: it was resized meanwhile (try again)",
+            disk.name()
+        );
+    }
+    take_internal(all).await?;
+    // Nothing below can fail.
+    for (PreparedSnapshot { running, below, kind, .. }, guard) in all.iter().zip(&quiesced) {
+        if let PreparedKind::External(overlay) = kind {
+            overlay.qcow2.attach_backing(Arc::clone(below));
+            drop(running.disk.switch_image(guard, Arc::clone(&overlay.image)));
+        }
+    }
+    drop(quiesced);
+    Ok(reactor::now().nanos_since(began))
+}
+
+fn image_size(kind: &PreparedKind) -> Option<u64> {
+    match kind {
+        PreparedKind::External(overlay) => Some(overlay.image.size_bytes()),
+        PreparedKind::Internal { .. } => None,
+    }
+}
+
+/// Closes the gates of all disks. In the order of their names, so that two commands cannot wait for
+/// each other; returns the guards in the order of `all`.
+async fn quiesce<'a>(all: &'a [PreparedSnapshot<'_>]) -> anyhow::Result<Vec<QuiescedDisk<'a>>> {
+    let mut order: Vec<_> = (0..all.len()).collect();
+    order.sort_unstable_by_key(|&index| all[index].running.disk.name());
+    let mut guards = Vec::new();
+    for index in order {
+        let disk = &all[index].running.disk;
+        let guard = disk.quiesce(QUIESCE_TIMEOUT).await;
+        let guard = guard.with_context(|| {
+            let (name, seconds) = (disk.name(), QUIESCE_TIMEOUT.as_secs());
+            format!("disk {name}: changes in flight did not complete within {seconds} s (check its storage)")
+        })?;
+        guards.push((index, guard));
+    }
+    guards.sort_unstable_by_key(|&(index, _)| Reverse(index));
+    Ok(std::iter::from_fn(|| guards.pop().map(|(_, guard)| guard)).collect())
+}
+
+/// Takes the internal snapshots, all or none.
+async fn take_internal(all: &[PreparedSnapshot<'_>]) -> anyhow::Result<()> {
+    let (date_s, date_ns) = date();
+    let mut taken = Vec::new();
+    for PreparedSnapshot { running, kind, .. } in all {
+        let PreparedKind::Internal { image, name } = kind else { continue };
+        let disk = running.disk.name();
+        match image.create_snapshot(NewSnapshot { name, date_s, date_ns }).await {
+            Ok(_) => taken.push((disk, image, name)),
+            Err(error) => {
+                for (disk, image, name) in taken {
+                    if let Err(error) = image.delete_snapshot(name).await {
+                        tracing::error!(
+                            %disk, snapshot = name, %error,
+                            "a snapshot stays although the command has failed (delete it)"
+                        );
+                    }
+                }
+                return Err(error).with_context(|| format!("disk {disk}: no snapshot {name:?}"));
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Deletes the first internal snapshot of a disk for which `is_wanted` returns true; returns it.
+///
+/// # Errors
+/// The disk's image has no internal snapshots, or cannot be changed.
+pub(crate) async fn delete_internal(
+    registry: &Registry,
+    disk: &str,
+    is_wanted: impl Fn(&InternalSnapshot) -> bool,
+) -> anyhow::Result<Option<InternalSnapshot>> {
+    let _guard = registry.lock_structure().await?;
+    let running = registry.disks.get(disk)?;
+    let _reserved = registry.jobs.reserve(Some(format!("snapshot-{disk}")), &[disk.to_owned()])?;
+    let image = running.disk.image();
+    check_disk(&running, &image)?;
+    let qcow2 = internal_image(&running, &image)?;
+    let named = || format!("disk {disk}");
+    let Some(snapshot) = qcow2.snapshots().await.with_context(named)?.into_iter().find(is_wanted) else {
+        return Ok(None);
+    };
+    qcow2.delete_snapshot(&snapshot.id()).await.with_context(named)?;
+    tracing::info!(disk, snapshot = &*snapshot.name(), "an internal snapshot was deleted");
+    Ok(Some(snapshot))
+}
+
+/// Date in seconds since 1970, and nanoseconds.
+fn date() -> (u32, u32) {
+    let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap_or_default();
+    // The format has 32 bits, until 2106.
+    (u32::try_from(now.as_secs()).unwrap_or(u32::MAX), now.subsec_nanos())
+}
+
+/// Brings the rest of the daemon's state up to date after a snapshot, which cannot fail any more.
+async fn conclude(
+    registry: &Registry,
+    running: &RunningDisk,
+    below: Arc<Image>,
+    kind: PreparedKind,
+    pause_ns: u64,
+) -> TakenSnapshot {
+    let disk = running.disk.name();
+    let name = disk.to_string();
+    let image = running.config().image.to_string();
+    match kind {
+        PreparedKind::Internal { name: snapshot, .. } => {
+            tracing::info!(%disk, image, snapshot, pause_ns, "an internal snapshot was taken");
+            let message = format!("disk {disk}: {image} has the internal snapshot {snapshot:?}");
+            let event = NewEvent::new(Kind::SnapshotTaken, message).of_disk(&name);
+            registry.events.record(event.with("image", &*image).with("internal", &*snapshot));
+            TakenSnapshot { disk: name, image, internal: Some(snapshot), ..TakenSnapshot::default() }
+        }
+        PreparedKind::External(PreparedOverlay { location, nodes, taken, .. }) => {
+            // On another thread: releases locks.
+            reactor::run_blocking(move || below.make_read_only()).await;
+            drop(taken);
+            running.set_image(location.clone());
+            registry.disks.add_overlay_nodes(running, nodes);
+            registry.note_switched_image(&name, &location);
+            // The overlay may be on another device.
+            if let Err(error) = registry.check_device_of(&name) {
+                tracing::warn!("{error:#}");
+            }
+            let overlay = location.to_string();
+            tracing::info!(%disk, image = overlay, backing = image, pause_ns, "an external snapshot was taken");
+            let message = format!("disk {disk}: {image} is the backing file of its new image {overlay}");
+            let event = NewEvent::new(Kind::SnapshotTaken, message).of_disk(&name);
+            registry.events.record(event.with("image", &*overlay).with("backing", &*image));
+            TakenSnapshot { disk: name, image: overlay, backing: Some(image), internal: None }
+        }
+    }
+}
+
+impl Registry {
+    /// Makes the overlay the image of the disk in the config in force, so that a reload compares
+    /// the file with it.
+    fn note_switched_image(&self, disk: &str, overlay: &ImageLocation) {
+        let mut loaded = self.loaded.borrow_mut();
+        let Some(config) = loaded.as_deref() else { return };
+        let Some(at) = config.plan.disks.iter().position(|planned| planned.name == disk) else { return };
+        let mut plan = (*config.plan).clone();
+        (plan.disks[at].image, plan.disks[at].format) = (overlay.clone(), Some(ImageFormat::Qcow2));
+        *loaded = Some(Rc::new(LoadedConfig { plan: Rc::new(plan), ..config.clone() }));
+    }
+}
+
+/// Files of the disk's backing chain, from the top to the base. Storage without a path is
+/// described.
+pub(crate) fn chain_files(image: &Image) -> Vec<String> {
+    let file = |image: &Image| {
+        let storage = image.files().next();
+        match storage.and_then(Storage::path) {
+            Some(path) => absolute(path).map_or_else(|_| path.to_owned(), |path| path.display().to_string()),
+            None => storage.map(Storage::description).unwrap_or_default(),
+        }
+    };
+    image.chain().map(file).collect()
+}
