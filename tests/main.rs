@@ -103,6 +103,7 @@ mod report;
 mod sandbox;
 mod shutdown;
 mod simulate;
+mod snapshot;
 mod startup;
 mod systemd;
 mod throttle_and_top;

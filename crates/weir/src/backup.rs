@@ -34,11 +34,12 @@ use console::{
 use serde_json::{Map, Value, json};
 use settings::ImageLocation;
 use storage::ImageFormat;
-use target::{CreatedFile, PreparedTarget, RequestedTarget, UnusedFile};
+use target::{PreparedTarget, RequestedTarget};
 
 use crate::{
     client::{ClientError, ControlAddress, ControlClient},
     jobs::{JobLimitArgs, find_job},
+    new_image::{CreatedFile, UnusedFile},
 };
 
 pub(crate) const EXAMPLES: &str = "\

@@ -10,7 +10,7 @@ use settings::arguments::limits;
 
 use crate::{
     attach, backup, bitmap, cluster, complete, disks_and_groups, generate, jobs, mount_helper, prefetch,
-    record, reload, resume, status, throttle, top, verify,
+    record, reload, resume, snapshot, status, throttle, top, verify,
 };
 
 const ABOUT: &str = "Throttle, prefetch, cache and tune the disks of virtual machines and containers";
@@ -167,6 +167,9 @@ pub(crate) enum WeirCommand {
     /// Copy a disk of the daemon to another image while it is used
     #[command(after_help = backup::EXAMPLES)]
     Backup(Box<backup::BackupArgs>),
+    /// Keep the content of disks at this instant while they are used
+    #[command(after_help = snapshot::EXAMPLES)]
+    Snapshot(Box<snapshot::SnapshotArgs>),
     /// Show the jobs of the daemon: backups
     #[command(after_help = jobs::EXAMPLES)]
     Jobs(jobs::JobsArgs),

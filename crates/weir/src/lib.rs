@@ -9,6 +9,8 @@
 //!   verify               limits and other guarantees, checked against the daemon's counters
 //!   bitmap               dirty bitmaps of a disk in use
 //!   backup, jobs         copy a disk while it is used; jobs, shown and controlled
+//!   snapshot             keep the content of disks at one instant
+//!   new_image            files that these commands create for the daemon
 //!   record               requests of disks, recorded into a file
 //!   throttle, prefetch   settings of a disk or group, shown or changed
 //!   disks_and_groups     add, remove and move disks and groups
@@ -39,6 +41,7 @@ mod disks_and_groups;
 mod generate;
 mod jobs;
 mod mount_helper;
+mod new_image;
 mod prefetch;
 mod qemu;
 mod record;
@@ -46,6 +49,7 @@ mod reload;
 mod resume;
 mod served;
 mod settings_command;
+mod snapshot;
 mod status;
 mod throttle;
 mod top;
@@ -108,6 +112,7 @@ pub fn main() -> ExitCode {
         WeirCommand::Group(command) => disks_and_groups::group(command),
         WeirCommand::Bitmap(arguments) => bitmap::run(arguments),
         WeirCommand::Backup(arguments) => backup::run(*arguments),
+        WeirCommand::Snapshot(arguments) => snapshot::run(*arguments),
         WeirCommand::Jobs(arguments) => jobs::list(arguments),
         WeirCommand::Job(command) => jobs::run(command),
         WeirCommand::Reload(arguments) => reload::run(arguments),

@@ -6,28 +6,21 @@
 
 use std::{
     fs::{self, File, FileType, OpenOptions},
-    io::{self, ErrorKind, Read as _},
-    os::{
-        fd::OwnedFd,
-        unix::fs::{FileTypeExt as _, MetadataExt as _, OpenOptionsExt as _},
-    },
+    io::{ErrorKind, Read as _},
+    os::unix::fs::{FileTypeExt as _, OpenOptionsExt as _},
     path::{Path, PathBuf, absolute},
-    sync::Arc,
 };
 
 use anyhow::{Context as _, anyhow, bail, ensure};
-use console::{CommandFailure, on_reactor};
 use image::qcow2::{
-    create::{CreateOptions, create},
+    create::CreateOptions,
     header::{BackingReference, Qcow2Header},
 };
 use nix::libc::O_EXCL;
-use reactor::operation::PassedFd;
 use settings::ImageLocation;
-use storage::{ImageFormat, OpenOptions as StorageOptions, open_storage};
+use storage::ImageFormat;
 
-/// Size of a new qcow2 file before it has a header: storage rejects an empty file.
-const MIN_FILE_BYTES: u64 = 512;
+use crate::new_image::{UnusedFile, write_qcow2};
 
 /// A target that the command line names.
 #[derive(Clone)]
@@ -49,45 +42,6 @@ pub(super) struct PreparedTarget {
     pub(super) file: Option<File>,
     /// The file, if this process has created it.
     pub(super) created: Option<UnusedFile>,
-}
-
-/// A file that this process has created.
-pub(super) struct CreatedFile {
-    path: PathBuf,
-    /// Device and inode number.
-    identity: (u64, u64),
-}
-
-/// A file that no backup uses yet. Its drop removes it.
-pub(super) struct UnusedFile(Option<CreatedFile>);
-
-impl UnusedFile {
-    /// The file, which a backup may use from now on.
-    pub(super) fn keep(mut self) -> Option<CreatedFile> {
-        self.0.take()
-    }
-}
-
-impl Drop for UnusedFile {
-    fn drop(&mut self) {
-        if let Some(file) = &self.0 {
-            let _ = file.remove();
-        }
-    }
-}
-
-impl CreatedFile {
-    /// Removes the file.
-    ///
-    /// # Errors
-    /// Fails if the path names another file by now, or cannot be removed.
-    pub(super) fn remove(&self) -> io::Result<()> {
-        let found = fs::symlink_metadata(&self.path)?;
-        if (found.dev(), found.ino()) != self.identity {
-            return Err(io::Error::other("another file has its name"));
-        }
-        fs::remove_file(&self.path)
-    }
 }
 
 impl RequestedTarget<'_> {
@@ -122,12 +76,17 @@ impl RequestedTarget<'_> {
         let file = OpenOptions::new().read(true).write(true).create_new(true).mode(0o600).open(&path);
         let file =
             file.map_err(|error| anyhow!("{name}: cannot be created: {error} (check the directory)"))?;
-        let metadata = file.metadata()?;
-        let created = CreatedFile { path: path.clone(), identity: (metadata.dev(), metadata.ino()) };
         // Removed after a failure from here on.
-        let created = UnusedFile(Some(created));
-        let options = CreateOptions { size_bytes: self.size_bytes, backing, ..CreateOptions::default() };
-        make_image(&file, format, &path, options).with_context(|| format!("{name}: cannot be created"))?;
+        let created = UnusedFile::new(&file, &path)?;
+        let made = match format {
+            ImageFormat::Raw => file.set_len(self.size_bytes).map_err(Into::into),
+            ImageFormat::Qcow2 => {
+                let options =
+                    CreateOptions { size_bytes: self.size_bytes, backing, ..CreateOptions::default() };
+                write_qcow2(&file, &path, options)
+            }
+        };
+        made.with_context(|| format!("{name}: cannot be created"))?;
         Ok(PreparedTarget { location, format, file: Some(file), created: Some(created) })
     }
 
@@ -224,31 +183,6 @@ fn existing_rule(kind: FileType) -> &'static str {
     } else {
         "is neither a file nor a block device (name a new file)"
     }
-}
-
-/// Makes a new file an empty image.
-fn make_image(file: &File, format: ImageFormat, path: &Path, options: CreateOptions) -> anyhow::Result<()> {
-    if format == ImageFormat::Raw {
-        return Ok(file.set_len(options.size_bytes)?);
-    }
-    file.set_len(MIN_FILE_BYTES)?;
-    // For messages only: the descriptor is used.
-    let spec = format!("file:{}", path.to_str().context("its name is not UTF-8")?);
-    let descriptor = PassedFd::from(OwnedFd::from(file.try_clone()?));
-    let created = on_reactor(async move {
-        let storage_options = StorageOptions {
-            format: Some(ImageFormat::Raw),
-            descriptor: Some(Arc::new(descriptor)),
-            ..StorageOptions::default()
-        };
-        let storage = open_storage(&spec, storage_options).map_err(anyhow::Error::from)?;
-        create(&storage, None, &options).await.map_err(anyhow::Error::from)?;
-        Ok(())
-    });
-    created.map_err(|failure| match failure {
-        CommandFailure::Usage(error) | CommandFailure::Failed(error) => error,
-        CommandFailure::Found(status) => anyhow!("status {status}"),
-    })
 }
 
 #[cfg(test)]
