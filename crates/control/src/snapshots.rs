@@ -93,7 +93,7 @@ struct PreparedOverlay {
     /// Names of its nodes.
     nodes: Vec<String>,
     /// The disk that it was.
-    taken: Option<RunningDisk>,
+    taken: Option<Box<RunningDisk>>,
 }
 
 /// Takes snapshots of all disks at one instant, or none.
@@ -203,7 +203,7 @@ async fn take_node(
     let taken = registry.take_out_disk(node)?;
     let lower = taken.lower_nodes.iter().map(|node| node.name.clone());
     let nodes = std::iter::once(node.to_owned()).chain(lower).collect();
-    Ok(PreparedOverlay { image: taken.disk.image(), qcow2, location, nodes, taken: Some(taken) })
+    Ok(PreparedOverlay { image: taken.disk.image(), qcow2, location, nodes, taken: Some(Box::new(taken)) })
 }
 
 /// Undoes the preparation of a snapshot.
@@ -213,7 +213,7 @@ fn roll_back(registry: &Rc<Registry>, PreparedSnapshot { running, kind, .. }: Pr
         tracing::error!(disk = %running.disk.name(), %error, "the memory of a disk cannot be reserved");
     }
     if let PreparedKind::External(PreparedOverlay { taken: Some(taken), .. }) = kind
-        && let Err(error) = registry.add_disk(taken)
+        && let Err(error) = registry.add_disk(*taken)
     {
         tracing::error!(%error, "a node cannot be added again after a snapshot that has failed");
     }
