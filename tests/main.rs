@@ -78,6 +78,7 @@ mod page;
 mod prefetch;
 mod probe;
 mod probing;
+mod proxmox;
 mod qcow2_bitmaps;
 mod qcow2_check;
 mod qcow2_conformance;

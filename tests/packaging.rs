@@ -202,6 +202,7 @@ fn installation_is_repeatable_and_removable() {
         "usr/local/share/doc/weir/docs/reference/cli/serve.md",
         "usr/local/share/doc/weir/docs/reference/config.schema.json",
         "usr/local/share/doc/weir/prometheus/weir.rules.yml",
+        "usr/local/share/weir/proxmox/PVE/Storage/Custom/WeirPlugin.pm",
         "usr/local/share/fish/vendor_completions.d/weir.fish",
         "usr/local/share/man/man1/weir-serve.1",
         "usr/local/share/man/man5/weir.toml.5",

@@ -13,7 +13,7 @@ use std::{
 use serde_json::Value;
 
 /// Debian package of each program. `scripts/deps` installs them all.
-const PACKAGES: [(&str, &str); 29] = [
+const PACKAGES: [(&str, &str); 30] = [
     ("chromium", "chromium"),
     ("debugfs", "e2fsprogs"),
     ("e2fsck", "e2fsprogs"),
@@ -31,6 +31,7 @@ const PACKAGES: [(&str, &str); 29] = [
     ("nbdsh", "python3-libnbd"),
     ("openssl", "openssl"),
     ("podman", "podman"),
+    ("prove", "perl"),
     ("psktool", "gnutls-bin"),
     ("qemu-img", "qemu-utils"),
     ("qemu-io", "qemu-utils"),
