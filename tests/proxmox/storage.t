@@ -7,6 +7,8 @@
 
 use v5.36;
 
+use IO::Socket::UNIX;
+use POSIX ();
 use Test::More;
 
 use Site;
@@ -328,6 +330,51 @@ subtest 'snapshots' => sub {
     $site->call('volume_resize', $raw, 96 * MIB, undef);
     is $site->call('volume_size_info', $raw), 96 * MIB, 'a raw image stays raw';
     is -s $site->file("$raw.raw"), 96 * MIB, 'whatever a guest writes';
+};
+
+# A server at the control socket: each of `parts` is sent after one more line was received, the first
+# one at once.
+sub control_server ($site, @parts) {
+    my $listener = IO::Socket::UNIX->new(Local => "$site->{root}/qmp.sock", Listen => 1) or die;
+    my $pid      = fork // die "fork: $!\n";
+    if (!$pid) {
+        my $client = $listener->accept;
+        for my $part (@parts) {
+            print {$client} $part;
+            $client->flush;
+            my $line = <$client> // last;
+        }
+        POSIX::_exit(0);
+    }
+    return $pid;
+}
+
+subtest 'the control socket' => sub {
+    my $greeting = qq({"QMP": {"version": {}, "capabilities": []}}\n);
+    my $snapshot = sub (@parts) {
+        my $site = Site->new;
+        my $pid  = control_server($site, @parts);
+        my $result = eval {
+            PVE::Storage::Custom::Weir::Command::qmp($site->{scfg}, 'blockdev-snapshot-internal-sync',
+                device => 'a', name => 'b');
+        };
+        my $error = $@;
+        waitpid $pid, 0;
+        return ($result, $error);
+    };
+    my $event = qq({"event": "X_WEIR_EVENT", "data": {}}\n);
+    my ($result, $error) = $snapshot->(
+        $greeting, qq({"return": {}}\n), $event x 2 . qq({"return": {"id": "7"}}\n));
+    is_deeply $result, { id => 7 }, 'a result after events' or diag $error;
+    (undef, $error) = $snapshot->($greeting, qq({"return": {}}\n),
+        qq({"error": {"class": "GenericError", "desc": "no space"}}\n));
+    is $error, "blockdev-snapshot-internal-sync: no space\n", 'an error';
+    (undef, $error) = $snapshot->($greeting);
+    like $error, qr{closed the connection}, 'a daemon that ends';
+    my $site = Site->new;
+    dies_with(
+        sub { PVE::Storage::Custom::Weir::Command::qmp($site->{scfg}, 'query-version') },
+        qr{no daemon answers there}, 'no daemon');
 };
 
 subtest 'templates and linked clones' => sub {
