@@ -217,6 +217,17 @@ subtest 'bad input of volumes' => sub {
     ok -e $site->file('vm-100-disk-0.qcow2'), 'so its backing file stays';
     is $site->call_id_first('free_image', 'vm-100-disk-3'), undef, 'the damaged one can be removed';
 
+    my $weir = sub (@command) {
+        PVE::Storage::Custom::Weir::Command::weir($site->{scfg}, @command);
+    };
+    $weir->('disk', 'add', 'mine', $site->file('vm-100-disk-0.qcow2'), '-f', 'qcow2');
+    for my $method (qw(activate_volume free_image)) {
+        dies_with(sub { $site->call_id_first($method, 'vm-100-disk-0') },
+            qr{serves it as the disk mine}, "$method of an image of another disk");
+    }
+    ok -e $site->file('vm-100-disk-0.qcow2'), 'the image stays';
+    $weir->('disk', 'remove', 'mine');
+
     # Another storage of this host whose volumes have the same names.
     mkdir "$site->{root}/pool/other" or die;
     my $other = { $site->{scfg}->%*, 'weir-pool' => "$site->{root}/pool/other" };
@@ -412,6 +423,12 @@ subtest 'templates and linked clones' => sub {
 
     dies_with(sub { $site->call_id_first('free_image', $base) }, qr{backing file of vm-101-disk-0},
         'a base image with clones stays');
+    $site->deactivate($clone);
+    rename $site->file('vm-101-disk-0.qcow2'), $site->file('vm-101-disk-0.snap-1.qcow2') or die;
+    is @{ $site->call_id_first('list_images') }, 1, 'a file with another name is no volume';
+    dies_with(sub { $site->call_id_first('free_image', $base) },
+        qr{backing file of vm-101-disk-0.snap-1}, 'but needs its backing file');
+    rename $site->file('vm-101-disk-0.snap-1.qcow2'), $site->file('vm-101-disk-0.qcow2') or die;
     my $renamed = $site->call('rename_volume', $clone, 102, undef);
     is $renamed, 'fast:base-100-disk-0/vm-102-disk-0', 'a clone gets another owner';
     $site->call_id_first('free_image', 'base-100-disk-0/vm-102-disk-0');

@@ -15,7 +15,7 @@ package PVE::Storage::Custom::WeirPlugin;
 use v5.36;
 
 use PVE::Storage::Custom::Weir::Command
-    qw($PATH $NAME pool nbd control weir image_info daemon_status disk_space qmp);
+    qw($PATH $GROUP $NAME pool nbd control weir image_info daemon_status disk_space qmp);
 use PVE::Storage::Custom::Weir::Disk
     qw(served_disk add_disk remove_disk check_settings apply_settings);
 use PVE::Storage::Custom::Weir::Pool
@@ -119,7 +119,7 @@ sub check_config ($class, $storeid, $config, $create, $skip_schema = undef, @) {
         if defined $rate && $rate !~ m{\A[1-9][0-9]*[KMGT]?\z}i;
     my $group = $checked->{'weir-group'};
     die "weir-group: $group: must be a name of letters, digits and _.-\n"
-        if defined $group && $group !~ m{\A$NAME\z};
+        if defined $group && $group !~ m{\A$GROUP\z};
     return $checked;
 }
 

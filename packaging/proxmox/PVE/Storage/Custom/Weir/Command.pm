@@ -16,7 +16,7 @@ use JSON::PP ();
 
 use PVE::Tools qw(run_command);
 
-our @EXPORT_OK = qw($PATH $NAME pool nbd control weir image_info daemon_status disk_space qmp);
+our @EXPORT_OK = qw($PATH $GROUP $NAME pool nbd control weir image_info daemon_status disk_space qmp);
 
 # Seconds for a command that only reads, and for one that changes an image or the daemon.
 use constant {
@@ -26,7 +26,11 @@ use constant {
 
 # Characters of paths that need no quoting in an address of weir or in a URI.
 our $PATH = qr{/[A-Za-z0-9_./-]+};
-our $NAME = qr{[A-Za-z0-9][A-Za-z0-9_.-]*};
+
+# Names of groups; and names of volumes after `vm-ID-`. A volume has no dot, so other files of a pool,
+# such as the overlay vm-1-disk-0.snap-1.qcow2, are none.
+our $GROUP = qr{[A-Za-z0-9][A-Za-z0-9_.-]*};
+our $NAME  = qr{[A-Za-z0-9][A-Za-z0-9_-]*};
 
 # A path of the configuration. The match removes the taint of values that were read from a file.
 sub configured ($scfg, $key, $default = undef) {

@@ -9,7 +9,7 @@ use v5.36;
 
 use Exporter qw(import);
 
-use PVE::Storage::Custom::Weir::Command qw($NAME nbd control weir daemon_status);
+use PVE::Storage::Custom::Weir::Command qw(nbd control weir daemon_status);
 use PVE::Storage::Custom::Weir::Pool    qw(existing_image image_of same_file read_notes);
 
 our @EXPORT_OK = qw(served_disk add_disk remove_disk check_settings apply_settings);
@@ -67,7 +67,7 @@ my sub settings_of ($scfg, $name) {
 }
 
 # The served disk of a volume, as in the daemon's status, or undef; and whether the daemon's config
-# file has it. Dies if the name belongs to another image.
+# file has it. Dies if the name belongs to another image, or the image to another disk.
 sub served_disk ($scfg, $name) {
     my $status = daemon_status($scfg);
     my $saved  = 0;
@@ -77,12 +77,16 @@ sub served_disk ($scfg, $name) {
     }
     my ($waiting) = grep { $_->{name} eq $name } @{ $status->{unavailable} // [] };
     die "$name: weir has not opened its image yet: $waiting->{reason}\n" if $waiting;
-    my ($disk) = grep { $_->{name} eq $name } @{ $status->{disks} };
     my ($file) = image_of($scfg, $name);
-    die "$name: the daemon at @{[control($scfg)]} serves $disk->{image} under this name (each"
+    my ($named) = grep { $_->{name} eq $name } @{ $status->{disks} };
+    my $uses = sub ($disk) { defined $file && same_file($disk->{path} // '', $file) };
+    my ($using) = grep { $uses->($_) } @{ $status->{disks} };
+    die "$name: the daemon at @{[control($scfg)]} serves $named->{image} under this name (each"
         . " storage of a host needs a daemon of its own)\n"
-        if $disk && !($file && same_file($disk->{path} // '', $file));
-    return ($disk, $saved);
+        if $named && !$uses->($named);
+    die "$file: in use: the daemon serves it as the disk $using->{name} (remove that disk)\n"
+        if $using && !$named;
+    return ($named, $saved);
 }
 
 # Removes the volume's disk from the daemon and its config file. Does nothing if it is not served.

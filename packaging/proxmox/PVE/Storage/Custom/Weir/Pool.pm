@@ -39,24 +39,31 @@ sub existing_image ($scfg, $name) {
     return ($file, $format);
 }
 
-# Names, files and formats of all images of the pool.
-sub images_of_pool ($scfg) {
+# Names of all files of the pool.
+my sub files_of_pool ($scfg) {
     my $pool = pool($scfg);
     opendir my $directory, $pool or die "$pool: $!\n";
     my @files = sort readdir $directory;
     closedir $directory;
-    return map { m{\A((?:vm|base)-\d+-$NAME)\.(qcow2|raw)\z} ? [$1, "$pool/$1.$2", $2] : () } @files;
+    return @files;
 }
 
-# Names of the images whose backing file is `file`. Dies if an image cannot be read, because that
-# image may be one of them.
+# Names, files and formats of the images of all volumes.
+sub images_of_pool ($scfg) {
+    my $pool = pool($scfg);
+    return map { m{\A((?:vm|base)-\d+-$NAME)\.(qcow2|raw)\z} ? [$1, "$pool/$1.$2", $2] : () }
+        files_of_pool($scfg);
+}
+
+# Names of all qcow2 files of the pool whose backing file is `file`. Dies if one cannot be read,
+# because its backing file may be that one.
 sub overlays_of ($scfg, $file) {
+    my $pool = pool($scfg);
     my @overlays;
-    for my $image (images_of_pool($scfg)) {
-        my ($name, $candidate, $format) = @$image;
-        next if $format ne 'qcow2' || $candidate eq $file;
-        my $backing = image_info($scfg, $candidate)->{'full-backing-filename'};
-        push @overlays, $name if defined $backing && same_file($backing, $file);
+    for my $candidate (map { m{\A([^.].*\.qcow2)\z} ? $1 : () } files_of_pool($scfg)) {
+        next if "$pool/$candidate" eq $file;
+        my $backing = image_info($scfg, "$pool/$candidate")->{'full-backing-filename'};
+        push @overlays, $candidate if defined $backing && same_file($backing, $file);
     }
     return @overlays;
 }
