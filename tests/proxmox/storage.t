@@ -1,6 +1,6 @@
 #!/usr/bin/perl -T
-# The storage plugin for Proxmox VE with a real daemon: each method, bad input, volumes in use, and a
-# daemon that is killed between steps. The classes of Proxmox VE are stand-ins (lib/PVE), written
+# The storage plugin for Proxmox VE with a real daemon: each method, bad input, volumes in use, and
+# a daemon that is killed between steps. The classes of Proxmox VE are stand-ins (lib/PVE), written
 # from the documented interface.
 #
 # Run with `prove -Ilib -I…/packaging/proxmox`; WEIR is the path of weir.
@@ -289,7 +289,8 @@ subtest 'snapshots' => sub {
     $site->call('volume_snapshot', $volume, 'one');
     dies_with(sub { $site->call('volume_snapshot', $volume, 'one') }, qr{already}, 'one twice');
     for my $name ('1', 'a b', '-d', '', "a\n") {
-        dies_with(sub { $site->call('volume_snapshot', $volume, $name) }, qr{not a name}, "'$name'");
+        dies_with(sub { $site->call('volume_snapshot', $volume, $name) }, qr{not a name},
+            "'$name'");
     }
     $site->activate($volume);
     $site->qemu_io($volume, 'write -P 2 0 1M');
@@ -343,8 +344,8 @@ subtest 'snapshots' => sub {
     is -s $site->file("$raw.raw"), 96 * MIB, 'whatever a guest writes';
 };
 
-# A server at the control socket: each of `parts` is sent after one more line was received, the first
-# one at once.
+# A server at the control socket: it sends the first of `parts` at once, and each further one after
+# a line was received.
 sub control_server ($site, @parts) {
     my $listener = IO::Socket::UNIX->new(Local => "$site->{root}/qmp.sock", Listen => 1) or die;
     my $pid      = fork // die "fork: $!\n";
@@ -366,8 +367,8 @@ subtest 'the control socket' => sub {
         my $site = Site->new;
         my $pid  = control_server($site, @parts);
         my $result = eval {
-            PVE::Storage::Custom::Weir::Command::qmp($site->{scfg}, 'blockdev-snapshot-internal-sync',
-                device => 'a', name => 'b');
+            PVE::Storage::Custom::Weir::Command::qmp(
+                $site->{scfg}, 'blockdev-snapshot-internal-sync', device => 'a', name => 'b');
         };
         my $error = $@;
         waitpid $pid, 0;
@@ -407,9 +408,11 @@ subtest 'templates and linked clones' => sub {
     dies_with(sub { $site->call_id_first('create_base', $base) }, qr{already}, 'once');
     dies_with(sub { $site->call('volume_resize', $base, 128 * MIB, undef) }, qr{keeps its size},
         'it keeps its size');
-    dies_with(sub { $site->call('rename_volume', $base, 101, undef) }, qr{keeps its name}, 'and name');
+    dies_with(sub { $site->call('rename_volume', $base, 101, undef) }, qr{keeps its name},
+        'and name');
 
-    dies_with(sub { $site->call('clone_image', $base, 101, 'snap') }, qr{need a base}, 'of a snapshot');
+    dies_with(sub { $site->call('clone_image', $base, 101, 'snap') }, qr{need a base},
+        'of a snapshot');
     my $clone = PLUGIN->clone_image($site->{scfg}, 'fast', $base, 101, undef);
     is $clone, 'base-100-disk-0/vm-101-disk-0', 'a linked clone';
     is +($site->call('volume_size_info', $clone))[3], $base, 'knows its base';

@@ -2,8 +2,8 @@
 # pool), which a running `weir serve` exports over NBD at one Unix socket. docs/proxmox.md is the
 # guide.
 #
-# QEMU sees the raw bytes of a disk, because weir decodes qcow2. So Proxmox VE sees raw volumes, whose
-# names have no extension: the file of vm-100-disk-0 is POOL/vm-100-disk-0.qcow2.
+# QEMU sees the raw bytes of a disk, because weir decodes qcow2. So Proxmox VE sees raw volumes,
+# whose names have no extension: the file of vm-100-disk-0 is POOL/vm-100-disk-0.qcow2.
 #
 # Never changes an image behind the daemon: the daemon changes images that it serves, `weir image`
 # all others, and weir's locks exclude both at once. Never replaces a file or removes one that
@@ -65,7 +65,7 @@ sub properties ($class, @) {
     };
     return {
         'weir-pool'   => $path->('Directory of the images. New images get its owner and group.'),
-        'weir-socket' => $path->('Unix socket where weir serves NBD (default: /run/weir/nbd.sock).'),
+        'weir-socket' => $path->('Unix socket of weir for NBD (default: /run/weir/nbd.sock).'),
         'weir-control' => $path->('Control socket of weir (default: /run/weir/qmp.sock).'),
         'weir-format'  => {
             description => 'Format of new images; only qcow2 has snapshots (default: qcow2).',

@@ -1,7 +1,7 @@
 # Configuration of a storage, and the commands of weir for it.
 #
-# The only place that starts a program or connects to a socket: no argument ever reaches a shell, and
-# each call has a time limit.
+# The only place that starts a program or connects to a socket: no argument ever reaches a shell,
+# and each call has a time limit.
 #
 # SPDX-License-Identifier: MIT OR Apache-2.0
 package PVE::Storage::Custom::Weir::Command;
@@ -16,7 +16,8 @@ use JSON::PP ();
 
 use PVE::Tools qw(run_command);
 
-our @EXPORT_OK = qw($PATH $GROUP $NAME pool nbd control weir image_info daemon_status disk_space qmp);
+our @EXPORT_OK =
+    qw($PATH $GROUP $NAME pool nbd control weir image_info daemon_status disk_space qmp);
 
 # Seconds for a command that only reads, and for one that changes an image or the daemon.
 use constant {
@@ -27,8 +28,8 @@ use constant {
 # Characters of paths that need no quoting in an address of weir or in a URI.
 our $PATH = qr{/[A-Za-z0-9_./-]+};
 
-# Names of groups; and names of volumes after `vm-ID-`. A volume has no dot, so other files of a pool,
-# such as the overlay vm-1-disk-0.snap-1.qcow2, are none.
+# Names of groups; and names of volumes after `vm-ID-`. A volume has no dot, so other files of a
+# pool, such as the overlay vm-1-disk-0.snap-1.qcow2, are none.
 our $GROUP = qr{[A-Za-z0-9][A-Za-z0-9_.-]*};
 our $NAME  = qr{[A-Za-z0-9][A-Za-z0-9_-]*};
 

@@ -113,8 +113,8 @@ sub add_disk ($scfg, $name, $read_only) {
         remove_disk($scfg, $name);
     }
     my $settings = settings_of($scfg, $name);
-    my @options  = map { defined $settings->{ $_->[0] } ? ("--$_->[0]", $settings->{ $_->[0] }) : () }
-        @SETTINGS;
+    my @keys     = grep { defined $settings->{$_} } map { $_->[0] } @SETTINGS;
+    my @options  = map { ("--$_", $settings->{$_}) } @keys;
     push @options, '--read-only' if $read_only;
     push @options, '--save'      if !$saved;
     my $nbd = 'unix:' . nbd($scfg);
