@@ -145,7 +145,7 @@ fn take_external(
             overlays.into_iter().for_each(NewOverlay::keep);
             Ok(taken)
         }
-        Err(error) if error.chain().any(|cause| cause.is::<UnknownResult>()) => {
+        Err(error) if error.downcast_ref::<UnknownResult>().is_some() => {
             // The daemon may use them.
             overlays.into_iter().for_each(NewOverlay::keep);
             Err(error)

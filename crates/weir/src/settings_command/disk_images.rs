@@ -139,7 +139,9 @@ mod tests {
         assert_eq!(new, expected);
         let error = with_images(text, None, &[("c".to_owned(), "/c".into())]).expect_err("no such disk");
         assert!(error.contains("has no [disk.c]"), "{error}");
-        assert!(with_images(CONFIG, None, &images).is_err(), "no valid TOML");
+        let inline = with_images(CONFIG, None, &images).expect("both are there");
+        assert!(inline.contains("b = { image = \"/b2.qcow2\", format = \"qcow2\" }"), "{inline}");
+        assert!(with_images("[disk", None, &images).is_err(), "no valid TOML");
     }
 
     #[test]
