@@ -32,7 +32,7 @@ MACHINES ?=
 BESIDE ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo build install uninstall deb test test-unit test-e2e test-cluster test-qemu test-libvirt test-kernels bench bench-decisions bench-hosts fuzz miri soak doc reference lint audit fmt deps clean
+.PHONY: help demo build install uninstall deb test test-unit test-e2e test-cluster test-qemu test-libvirt test-kernels bench bench-decisions bench-hosts fuzz miri soak doc pages reference lint lint-sources audit fmt deps clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' Makefile
@@ -165,9 +165,11 @@ soak: ## long-running tests: property tests and simulations with many more cases
 	@scripts/deps cluster
 	tests/cluster/run --full "$(TARGET)/release/weir"
 
-doc: ## build the documentation of the crates, including private items, and a page for each command: target/doc/share
-	@scripts/deps build
+doc: pages ## build the documentation of the crates, including private items, and a page for each command: target/doc/share
 	RUSTDOCFLAGS="-D warnings -A rustdoc::private_intra_doc_links" $(CARGO) doc --locked --workspace --no-deps --document-private-items
+
+pages:
+	@scripts/deps build
 	$(TESTS) --test e2e --no-run
 	"$(TARGET)/debug/weir" generate "$(TARGET)/doc/share" --date "$$(date -u +%F)"
 
@@ -175,11 +177,13 @@ reference: ## regenerate the tables of keys and the schema of the config file in
 	@scripts/deps build
 	$(CARGO) run --locked -p weir -- generate --reference docs/reference
 
-lint: ## checks of CI: formatting, warnings, scripts that do not parse, prose, commit subjects
-	@scripts/deps build
-	$(CARGO) fmt --all --check
+lint: lint-sources ## checks of CI: formatting, warnings, scripts that do not parse, prose, commit subjects
 	$(CARGO) clippy --locked --workspace --all-targets -- -D warnings
 	$(CARGO) clippy --locked --workspace --test e2e -- -D warnings
+
+lint-sources:
+	@scripts/deps build
+	$(CARGO) fmt --all --check
 	@scripts/lint-scripts
 	@scripts/lint-prose
 	@scripts/lint-commits
