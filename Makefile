@@ -22,17 +22,17 @@ SOAK_OPERATIONS ?= 1000000
 TEST_THREADS ?= $(shell echo $$((4 * $$(nproc))))
 # Property tests use the same cases in each run of `make test`, so that it never fails by chance; a
 # soak uses new ones each time.
-test-unit test-e2e: export PROPTEST_RNG_SEED ?= 1
+test-all test-unit test-e2e: export PROPTEST_RNG_SEED ?= 1
 # Further options for `make bench`, for example: make bench BENCH="--rows 'file-*' --rounds 3".
 # BENCH=--strict judges: it fails if a row misses its target.
 BENCH ?=
 # Further options for `make test-qemu`, for example: make test-qemu MACHINES=--full
 MACHINES ?=
-# Programs that `make test-e2e` runs beside its guests: `.ci/run` adds that of the cluster.
+# Programs that `make test` runs beside its own: `.ci/run` adds that of the cluster.
 BESIDE ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo build install uninstall deb test test-unit test-e2e test-cluster test-qemu test-libvirt test-kernels bench bench-decisions bench-hosts fuzz miri soak doc pages reference lint lint-sources audit fmt deps clean
+.PHONY: help demo build install uninstall deb test test-all test-unit test-e2e test-clients test-cluster test-qemu test-libvirt test-kernels bench bench-decisions bench-hosts fuzz miri soak doc pages reference lint lint-sources audit fmt deps clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' Makefile
@@ -62,26 +62,37 @@ deb: ## make a Debian package: target/deb/weir_VERSION_ARCH.deb; CARGO="cargo au
 # dependencies, and build twenty dependencies and the data path twice.
 TESTS := $(CARGO) test --locked --workspace
 
+# The tests, for scripts/side-by-side, the longest first. The guests and the bench use the program that
+# the tests have built: `cargo build` would build another, with other features of its dependencies, for
+# minutes.
+UNIT := "unit=$(TESTS)"
+E2E := "e2e=env RUST_TEST_THREADS=$(TEST_THREADS) $(TESTS) --test e2e"
+CLUSTER := $(foreach test,$(BESIDE),"$(test) $(TARGET)/debug/weir")
+WITH_PROGRAM := $(foreach test,tests/guest/block-devices tests/guest/against-weir tests/guest/virtual-machines tests/package/run,"$(test) $(TARGET)/debug/weir") \
+	"bench/run.py --short --weir $(TARGET)/debug/weir"
+
 test: ## run all tests; installs the clients they need; the last line is `N passed, N failed`
-	@scripts/count-tests $(MAKE) --no-print-directory test-unit test-e2e
+	@scripts/count-tests $(MAKE) --no-print-directory test-all
+
+# End-to-end tests and a cluster often wait, and a guest keeps one processor busy: several of them run
+# in parallel with the unit tests, so that no processor is idle.
+test-all: test-clients
+	$(TESTS) --lib --bins --test '*' --no-run
+	scripts/side-by-side $(words two at-once $(BESIDE)) $(E2E) $(CLUSTER) $(UNIT) $(WITH_PROGRAM)
 
 test-unit: ## unit tests, property tests and simulations
 	@scripts/deps build
 	$(TESTS)
 
-# The guests and the bench use the program that the tests have built: `cargo build` would build
-# another, with other features of its dependencies, for minutes. A guest keeps one processor busy
-# and often waits: three scripts run in parallel, the longest first, and beside them those in
-# `BESIDE`, from the beginning.
-test-e2e: ## tests with real clients: NBD and QMP clients, a browser, guests with their disks and cgroups, every row of the bench
+test-e2e: test-clients ## tests with real clients: NBD and QMP clients, a browser, guests with their disks and cgroups, every row of the bench
+	$(TESTS) --test e2e --no-run
+	scripts/side-by-side $(words two at-once $(BESIDE)) $(E2E) $(CLUSTER) $(WITH_PROGRAM)
+
+test-clients:
 	@scripts/deps build clients browser containers guest packages
 	@scripts/python-clients
 	@scripts/prometheus
 	@scripts/etcd
-	RUST_TEST_THREADS=$(TEST_THREADS) $(TESTS) --test e2e
-	scripts/side-by-side $(words three at once $(BESIDE)) $(foreach test,$(BESIDE),"$(test) $(TARGET)/debug/weir") \
-		"bench/run.py --short --weir $(TARGET)/debug/weir" \
-		$(foreach test,tests/guest/block-devices tests/guest/against-weir tests/guest/virtual-machines tests/package/run,"$(test) $(TARGET)/debug/weir")
 
 # Not a part of `make test`, because it downloads 50 MB of packages. `.ci/run` includes it.
 test-cluster: ## images on a real Ceph cluster, which it installs and starts: data, snapshots, faults, upgrades (about four minutes after the build)
