@@ -20,14 +20,14 @@ use std::{
     path::{Path, PathBuf},
     process::{Child, Command, Stdio},
     thread,
-    time::Instant,
+    time::{Duration, Instant},
 };
 
 use nix::sys::signal::Signal;
 use serde_json::{Value, json};
 
 use crate::harness::{
-    DEADLINE, Qmp, Scratch, Serve, TestClient, Weir, assert_contains, need, pause, search_path, text, weir,
+    DEADLINE, Qmp, Scratch, Serve, TestClient, Weir, assert_contains, need, search_path, text, weir,
 };
 use crate::tls::CertificateAuthority;
 
@@ -135,7 +135,8 @@ pub(crate) fn until(label: &str, condition: impl Fn() -> bool) {
     let end = Instant::now() + DEADLINE;
     while !condition() {
         assert!(Instant::now() < end, "the condition did not become true: {label}");
-        pause();
+        // A condition asks several daemons.
+        thread::sleep(Duration::from_millis(20));
     }
 }
 
@@ -201,8 +202,10 @@ impl ClusterTestHost {
         self.run(&["cluster", "status", "--json"]).json()
     }
 
+    /// Over QMP, because the conditions that the tests await ask for it constantly, and starting a
+    /// program each time would keep a processor busy.
     fn status(&self) -> Value {
-        self.run(&["status", "--json", "--interval", "0"]).json()
+        Qmp::negotiated(&self.control).command("x-weir-query-status", json!({}))
     }
 
     /// The quota in force on this host: the rate of its buckets.
