@@ -17,7 +17,7 @@ use crate::harness::{
     wire::{CMD_FLUSH, CMD_WRITE, CMD_WRITE_ZEROES, RawNbdRequest},
 };
 
-const DISK_BYTES: u64 = 32 * MIB;
+const DISK_BYTES: u64 = 16 * MIB;
 const BLOCK: u64 = 4096;
 const BLOCKS: usize = (DISK_BYTES / BLOCK) as usize;
 /// Requests between two flushes.
