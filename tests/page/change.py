@@ -176,13 +176,23 @@ def limits_by_time(page, at):
     """The limits in force at each step of the slider `at`, from now to the left end of the chart.
     """
     page.keyboard.press("End")
+    page.keyboard.press("ArrowLeft")
+    # A step of the slider is a thousandth of the range: the other steps are made in the page, because
+    # each key takes milliseconds.
+    texts = at.evaluate("""(slider) => {
+        const texts = [slider.ariaValueText];
+        for (let step = 0; step < 1000 && slider.value !== "0"; step += 1) {
+            slider.stepDown();
+            slider.dispatchEvent(new Event("input"));
+            texts.push(slider.ariaValueText);
+        }
+        return texts;
+    }""")
     found = []
-    # A step of the slider is a thousandth of the range.
-    for _ in range(1000):
-        page.keyboard.press("ArrowLeft")
-        shown = re.findall(r" operations per second(?:; limits: (.*))?$", at.get_attribute("aria-valuetext"))
+    for text in texts:
+        shown = re.findall(r" operations per second(?:; limits: (.*))?$", text)
         # The chart may begin shortly before the first limit.
-        if shown == [""] or at.input_value() == "0":
+        if shown == [""]:
             break
         if shown and shown != found[-1:]:
             found += shown
