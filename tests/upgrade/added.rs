@@ -7,8 +7,8 @@ use serde_json::{Value, json};
 use super::{UpgradedDaemon, control};
 use crate::{
     harness::{
-        MIB, Qmp, Scratch, TestClient, assert_contains, create_encrypted, nbdsh_command, qemu_img, qemu_io,
-        text, weir,
+        MIB, Qmp, Scratch, TestClient, assert_contains, create_encrypted, nbdsh_command, pause, qemu_img,
+        qemu_io, text, weir,
     },
     vhost_user::{features, front_end},
 };
@@ -265,6 +265,11 @@ fn node_above_an_added_disk_is_transferred_except_to_older_versions() {
         qemu_io(["-f", "raw"], [&format!("read -P {byte} 0 4k")], current.uri("over"));
     }
     let mut qmp = Qmp::negotiated(&fixture.control());
+    // weir notices the disconnect of the last client with a short delay.
+    let is_used = |disk: &Value| disk["name"] == "over" && disk["connections"] != 0;
+    while qmp.command("x-weir-query-status", json!({}))["disks"].as_array().unwrap().iter().any(is_used) {
+        pause();
+    }
     qmp.command("block-export-del", json!({ "id": "e" }));
     qmp.event("BLOCK_EXPORT_DELETED");
     qmp.command("blockdev-del", json!({ "node-name": "over" }));
