@@ -73,6 +73,7 @@ pub(crate) async fn prepare_for_backup(
             granularity_bits: default_granularity_bits(&running.disk.image()),
             is_persistent: true,
             is_enabled: true,
+            is_marked: true,
         };
         change_bitmap(registry, running, &BitmapChange::Add(new)).await?;
         return Ok(true);

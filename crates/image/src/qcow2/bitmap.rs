@@ -14,6 +14,8 @@
 mod bits;
 mod change;
 mod directory;
+#[cfg(test)]
+mod failure_tests;
 mod live;
 mod live_change;
 mod record;

@@ -125,6 +125,7 @@ impl Chain {
             granularity_bits: sim::random(|random| random.u32(9..17)),
             is_persistent: self.is_persistent,
             is_enabled: true,
+            is_marked: chance(50),
         };
         loop {
             match self.world.disk.change_bitmap(&BitmapChange::Add(new.clone())).await {
@@ -281,6 +282,7 @@ fn an_incremental_backup_reads_what_has_changed() {
             granularity_bits: 16,
             is_persistent: true,
             is_enabled: true,
+            is_marked: false,
         };
         world.disk.change_bitmap(&BitmapChange::Add(new)).await.expect("room");
         let changed = [3, 17, 18, 19, 400, 777, 778, 1023];

@@ -87,6 +87,7 @@ impl QmpCommand for AddBitmap {
             granularity_bits,
             is_persistent: self.is_persistent,
             is_enabled: !self.is_disabled,
+            is_marked: false,
         };
         change(&registry, &self.node, &BitmapChange::Add(new)).await
     }

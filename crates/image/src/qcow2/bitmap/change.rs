@@ -178,7 +178,8 @@ impl Qcow2Image {
         let _quiesced = self.quiesce().await?;
         let entries = self.changeable_bitmaps().await?;
         self.check_new(&entries, name, granularity_bits)?;
-        self.add_entry(entries, name, granularity_bits, flag::AUTO).await
+        let bits = DirtyBits::new(self.size_bytes(), granularity_bits);
+        self.add_entry(entries, name, &bits, flag::AUTO).await
     }
 
     /// Fails unless a bitmap can be added under this name.
@@ -196,12 +197,12 @@ impl Qcow2Image {
         self.check_granularity(granularity_bits)
     }
 
-    /// Adds an empty bitmap to these, which are those of the file. Requires exclusive access.
+    /// Adds a bitmap to these, which are those of the file. Requires exclusive access.
     pub(super) async fn add_entry(
         &self,
         mut entries: Vec<BitmapEntry>,
         name: &str,
-        granularity_bits: u32,
+        bits: &DirtyBits,
         flags: u32,
     ) -> Result<()> {
         let invalid = |message: String| Err(BitmapError::InvalidValue(message));
@@ -211,8 +212,8 @@ impl Qcow2Image {
         if entries.len() == MAX_BITMAPS as usize {
             return invalid(format!("the image has the maximum of {MAX_BITMAPS} bitmaps (remove some)"));
         }
-        let bits = DirtyBits::new(self.size_bytes(), granularity_bits);
-        let (table_offset, table_entries) = self.store_bits(&bits).await?;
+        let (table_offset, table_entries) = self.store_bits(bits).await?;
+        let granularity_bits = bits.granularity_bits();
         let name = name.as_bytes().to_vec();
         entries.push(BitmapEntry {
             table_offset,
@@ -245,7 +246,8 @@ impl Qcow2Image {
         let entry = entries.remove(find(&entries, name)?);
         // The directory no longer refers to the bits.
         self.replace_directory(&entries).await?;
-        self.free_bits(&entry).await
+        self.free_bits(&entry).await;
+        Ok(())
     }
 
     /// Clears all bits of a bitmap.
@@ -316,7 +318,8 @@ impl Qcow2Image {
             ..old.clone()
         };
         self.replace_directory(&entries).await?;
-        self.free_bits(&old).await
+        self.free_bits(&old).await;
+        Ok(())
     }
 
     pub(super) async fn changeable_bitmaps(&self) -> Result<Vec<BitmapEntry>> {
@@ -385,7 +388,8 @@ impl Qcow2Image {
         }
     }
 
-    /// Writes another directory, switches the header to it and frees the old one.
+    /// Writes another directory, switches the header to it and frees the old one. After an error
+    /// the header refers to the old one.
     pub(super) async fn replace_directory(&self, entries: &[BitmapEntry]) -> Result<()> {
         let header = self.header();
         let directory = encode(entries);
@@ -412,13 +416,31 @@ impl Qcow2Image {
         .await?;
         // Without the autoclear bit the old extension may refer to arbitrary clusters.
         if let Some(old) = header.bitmaps.filter(|_| header.autoclear & autoclear::BITMAPS != 0) {
-            self.change_refcount(old.directory.offset, old.directory.length, -1).await?;
+            let freed = self.change_refcount(old.directory.offset, old.directory.length, -1).await;
+            self.warn_of_leak("directory", freed.map_err(Into::into));
         }
-        Ok(self.flush_metadata().await?)
+        let flushed = self.flush_metadata().await;
+        self.warn_of_leak("directory", flushed.map_err(Into::into));
+        Ok(())
     }
 
-    /// Frees bits and table of a bitmap that is no longer in the directory.
-    pub(super) async fn free_bits(&self, entry: &BitmapEntry) -> Result<()> {
+    /// Logs that unused clusters of bitmaps could not be freed. No error of the caller: the header
+    /// refers to the new directory already, so the change has happened.
+    fn warn_of_leak(&self, part: &str, freed: Result<()>) {
+        if let Err(error) = freed {
+            let image = self.description();
+            tracing::warn!(image, "the old {part} of the bitmaps could not be freed: {error}");
+        }
+    }
+
+    /// Frees bits and table of a bitmap that is no longer in the directory. A failure is a leak,
+    /// which is logged.
+    pub(super) async fn free_bits(&self, entry: &BitmapEntry) {
+        let freed = self.try_free_bits(entry).await;
+        self.warn_of_leak("table", freed);
+    }
+
+    async fn try_free_bits(&self, entry: &BitmapEntry) -> Result<()> {
         let cluster = 1 << self.shape.cluster_bits;
         for part in self.bitmap_table(entry).await? {
             if let BitmapCluster::Stored(offset) = part {

@@ -134,6 +134,40 @@ impl LiveBits {
         (run_end - at, dirty)
     }
 
+    /// As [`LiveBits::run`], of bits that are set here or in `other`. The next run may have the
+    /// same value.
+    pub(super) fn run_of_union(&self, other: Option<&Self>, at: u64, end: u64) -> (u64, bool) {
+        let (length, dirty) = self.run(at, end);
+        let Some(other) = other else { return (length, dirty) };
+        match other.run(at, end) {
+            (other_length, other_dirty) if other_dirty == dirty => match dirty {
+                true => (length.max(other_length), true),
+                false => (length.min(other_length), false),
+            },
+            (other_length, true) => (other_length, true),
+            (_, false) => (length, true),
+        }
+    }
+
+    /// Number of bytes that are marked here or in `other`, a bitmap of the same size and
+    /// granularity; the last granule counts in full. Nothing is copied: a disk may have a gigabyte
+    /// of bits.
+    pub(super) fn marked_bytes_of_union(&self, other: Option<&Self>) -> u64 {
+        let count = |number: usize, chunk: &OnceLock<WordChunk>| {
+            let other = other.and_then(|other| other.chunks[number].get());
+            let load =
+                |words: Option<&WordChunk>, word: usize| words.map_or(0, |words| words[word].load(Relaxed));
+            if chunk.get().is_none() && other.is_none() {
+                return 0;
+            }
+            (0..CHUNK_WORDS as usize)
+                .map(|word| u64::from((load(chunk.get(), word) | load(other, word)).count_ones()))
+                .sum::<u64>()
+        };
+        let bits: u64 = self.chunks.iter().enumerate().map(|(number, chunk)| count(number, chunk)).sum();
+        bits << self.granularity_bits
+    }
+
     /// Word that contains this bit.
     fn word(&self, bit: u64) -> u64 {
         let chunk = self.chunks[(bit / CHUNK_BITS) as usize].get();
@@ -182,6 +216,12 @@ mod tests {
                 prop_assert_eq!(live.mark(range), old != expected);
             }
             prop_assert_eq!(&live.to_dirty_bits(), &expected);
+            prop_assert_eq!(live.marked_bytes_of_union(None), expected.marked_bytes());
+            let (mut other, mut union) = (DirtyBits::new(size, 9), expected.clone());
+            for bits in [&mut other, &mut union] {
+                bits.mark(size / 3..size / 3 * 2);
+            }
+            prop_assert_eq!(live.marked_bytes_of_union(Some(&LiveBits::of(&other))), union.marked_bytes());
             let start = start * unit % size;
             let all_runs = runs(&live, 0, size);
             let mut at = 0;

@@ -29,7 +29,7 @@ type Result<T> = std::result::Result<T, BitmapError>;
 /// Change of the bitmaps of an image in use.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum BitmapChange {
-    /// Adds a bitmap without marks.
+    /// Adds a bitmap.
     Add(NewBitmap),
     /// Removes a bitmap, even an inconsistent one.
     Remove(String),
@@ -62,6 +62,8 @@ pub struct NewBitmap {
     pub is_persistent: bool,
     /// True if it records writes.
     pub is_enabled: bool,
+    /// True if it marks the whole disk at first; false for no marks.
+    pub is_marked: bool,
 }
 
 /// Source of marks.
@@ -180,7 +182,7 @@ impl Qcow2Image {
     }
 
     async fn add_live(&self, new: &NewBitmap) -> Result<()> {
-        let NewBitmap { name, granularity_bits, is_persistent, is_enabled } = new;
+        let NewBitmap { name, granularity_bits, is_persistent, is_enabled, is_marked } = new;
         let entries = self.changeable_bitmaps().await?;
         self.check_new(&entries, name, *granularity_bits)?;
         if self.recorded_bitmap(name).is_some() {
@@ -188,12 +190,15 @@ impl Qcow2Image {
         }
         let is_in_memory = *is_enabled || !is_persistent;
         let memory = is_in_memory.then(|| self.reserve_bits(*granularity_bits)).transpose()?;
+        let mut bits = DirtyBits::new(self.size_bytes(), *granularity_bits);
+        if *is_marked {
+            bits.mark(0..self.size_bytes());
+        }
         if *is_persistent {
             let flags = if *is_enabled { flag::AUTO } else { 0 };
-            self.add_entry(entries, name, *granularity_bits, flags).await?;
+            self.add_entry(entries, name, &bits, flags).await?;
         }
         if let Some(memory) = memory {
-            let bits = DirtyBits::new(self.size_bytes(), *granularity_bits);
             let added = RecordingBitmap::new(name.as_bytes(), &bits, *is_persistent, memory);
             added.set_enabled(*is_enabled);
             self.change_recorded(|recorded| recorded.push(Arc::new(added)));
@@ -214,15 +219,15 @@ impl Qcow2Image {
             self.replace_directory(&entries).await?;
         }
         self.forget(name);
-        match removed {
-            Some(entry) => self.free_bits(&entry).await,
-            None => Ok(()),
+        if let Some(entry) = removed {
+            self.free_bits(&entry).await;
         }
+        Ok(())
     }
 
     async fn clear_live(&self, name: &str) -> Result<()> {
         let old = match self.recorded_bitmap(name) {
-            Some(recorded) => return self.set_marks(&recorded, |_| Ok(())).await,
+            Some(recorded) => return self.set_marks(&recorded, &recorded.no_marks()).await,
             None => self.bitmap_bits(name).await?,
         };
         let none = DirtyBits::new(old.size_bytes(), old.granularity_bits());
@@ -258,47 +263,39 @@ impl Qcow2Image {
             recorded.set_enabled(false);
             return Ok(());
         }
+        // As in `set_marks`.
+        recorded.set_changed();
         self.store_entry(name, &recorded.all_marks(), |flags| flags & !flag::AUTO).await?;
         self.forget(name);
         Ok(())
     }
 
     async fn merge_live(&self, name: &str, sources: &[MergeSource]) -> Result<()> {
-        let mut added = Vec::new();
+        let recorded = self.recorded_bitmap(name);
+        let mut bits = self.bits_inside(name).await?;
+        // One source at a time is in memory.
         for source in sources {
-            added.push(match source {
-                MergeSource::Own(source) => self.bits_inside(source).await?,
-                MergeSource::Bits(bits) => bits.clone(),
-            });
+            match source {
+                MergeSource::Own(source) => merge(name, &mut bits, &self.bits_inside(source).await?)?,
+                MergeSource::Bits(source) => merge(name, &mut bits, source)?,
+            }
         }
-        let merge_all = |bits: &mut DirtyBits| added.iter().try_for_each(|source| merge(name, bits, source));
-        if let Some(recorded) = self.recorded_bitmap(name) {
-            return self
-                .set_marks(&recorded, |bits| {
-                    *bits = recorded.all_marks();
-                    merge_all(bits)
-                })
-                .await;
+        match recorded {
+            Some(recorded) => self.set_marks(&recorded, &bits).await,
+            None => self.store_entry(name, &bits, |flags| flags).await,
         }
-        let mut bits = self.bitmap_bits(name).await?;
-        merge_all(&mut bits)?;
-        self.store_entry(name, &bits, |flags| flags).await
     }
 
-    /// Replaces the marks of a bitmap in memory, and of its file if it is there, by those that
-    /// `fill` makes.
-    async fn set_marks(
-        &self,
-        recorded: &RecordingBitmap,
-        fill: impl FnOnce(&mut DirtyBits) -> Result<()>,
-    ) -> Result<()> {
+    /// Replaces the marks of a bitmap in memory, and of its file if it is there.
+    async fn set_marks(&self, recorded: &RecordingBitmap, bits: &DirtyBits) -> Result<()> {
         check_idle(recorded)?;
-        let mut bits = recorded.no_marks();
-        fill(&mut bits)?;
         if recorded.is_persistent() {
-            self.store_entry(&String::from_utf8_lossy(recorded.name()), &bits, |flags| flags).await?;
+            // First: after a failure the marks of the file are unknown, so a later store writes
+            // those of memory.
+            recorded.set_changed();
+            self.store_entry(&String::from_utf8_lossy(recorded.name()), bits, |flags| flags).await?;
         }
-        recorded.replace(&bits);
+        recorded.replace(bits);
         Ok(())
     }
 
@@ -310,11 +307,11 @@ impl Qcow2Image {
 
 impl RecordingBitmap {
     fn status(&self) -> BitmapStatus {
-        let marks = self.all_marks();
+        let (bits, earlier) = self.live_bits();
         BitmapStatus {
             name: String::from_utf8_lossy(self.name()).into_owned(),
-            granularity_bytes: 1 << marks.granularity_bits(),
-            marked_bytes: Some(marks.marked_bytes()),
+            granularity_bytes: 1 << bits.granularity_bits(),
+            marked_bytes: Some(bits.marked_bytes_of_union(earlier.as_deref())),
             is_recording: self.is_enabled(),
             is_persistent: self.is_persistent(),
             is_inconsistent: false,

@@ -165,9 +165,16 @@ impl RecordingBitmap {
         self.changed.store(true, Relaxed);
     }
 
-    /// See [`LiveBits::run`].
-    pub(super) fn run(&self, at: u64, end: u64) -> (u64, bool) {
-        self.bits.load().run(at, end)
+    /// The present bits, and those of before the begin of a backup. A run of the bitmap is one of
+    /// their union.
+    pub(super) fn live_bits(&self) -> (Arc<LiveBits>, Option<Arc<LiveBits>>) {
+        let state = self.lock();
+        (self.bits.load_full(), state.earlier.as_ref().map(|earlier| Arc::clone(&earlier.bits)))
+    }
+
+    /// The bits differ from the file, or may do so.
+    pub(super) fn set_changed(&self) {
+        self.changed.store(true, Relaxed);
     }
 
     /// All marks, those of before the begin of a backup included. Marks that are set concurrently
@@ -314,7 +321,10 @@ impl Qcow2Image {
             return Ok(());
         }
         if let Some(entries) = self.bitmap_entries().await? {
-            self.mark_in_use(entries, |entry| entry.flags & flag::AUTO != 0).await?;
+            let recorded = self.recorded();
+            let is_recorded =
+                |entry: &BitmapEntry| recorded.iter().any(|recorded| recorded.name == entry.name);
+            self.mark_in_use(entries, |entry| entry.flags & flag::AUTO != 0 || is_recorded(entry)).await?;
         }
         // Published after the flags are durable: no request may change the disk earlier.
         self.recording.is_marked_consistent.store(false, Release);
@@ -532,7 +542,7 @@ impl<'a> BitmapStore<'a> {
         }
         self.image.replace_directory(&self.entries).await?;
         for entry in &self.old {
-            self.image.free_bits(entry).await?;
+            self.image.free_bits(entry).await;
         }
         Ok(())
     }

@@ -51,6 +51,11 @@ impl RotatedBitmap {
         self.earlier.run(at, end)
     }
 
+    /// Name of the bitmap, which commands have given as text.
+    pub fn name(&self) -> &str {
+        std::str::from_utf8(self.bitmap.name()).unwrap_or_default()
+    }
+
     /// Drops the earlier marks: the backup has all of their data, durably.
     pub fn drop_earlier(mut self) {
         self.are_dropped = true;

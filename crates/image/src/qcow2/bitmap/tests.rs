@@ -37,7 +37,8 @@ enum BitmapTestStep {
     HandOver,
     /// Another process opens the image, writes a range and closes it; this process then resumes it.
     UseElsewhere(u64, u64),
-    Add(usize, u32, bool),
+    /// With its granularity; recording or not; with all marks or none.
+    Add(usize, u32, bool, bool),
     Remove(usize),
     Clear(usize),
     Enable(usize, bool),
@@ -65,7 +66,8 @@ fn steps() -> impl Strategy<Value = BitmapTestStep> {
         1 => Just(BitmapTestStep::Resume),
         1 => Just(BitmapTestStep::HandOver),
         1 => range().prop_map(|(at, length)| BitmapTestStep::UseElsewhere(at, length)),
-        1 => (0..4_usize, 9..18_u32, any::<bool>()).prop_map(|(at, bits, on)| BitmapTestStep::Add(at, bits, on)),
+        1 => (0..4_usize, 9..18_u32, any::<bool>(), any::<bool>())
+            .prop_map(|(at, bits, on, all)| BitmapTestStep::Add(at, bits, on, all)),
         1 => (0..4_usize).prop_map(BitmapTestStep::Remove),
         1 => (0..4_usize).prop_map(BitmapTestStep::Clear),
         2 => (0..4_usize, any::<bool>()).prop_map(|(at, on)| BitmapTestStep::Enable(at, on)),
@@ -146,11 +148,11 @@ impl BitmapModel {
     }
 }
 
-async fn copied(storage: &Storage) -> Storage {
+pub(super) async fn copied(storage: &Storage) -> Storage {
     Storage::with_content(&storage.read_all().await.expect("memory")).await
 }
 
-async fn open(storage: Storage, read_only: bool) -> Qcow2Image {
+pub(super) async fn open(storage: Storage, read_only: bool) -> Qcow2Image {
     Qcow2Image::open(Qcow2Components { read_only, ..Qcow2Components::of(storage) }).await.expect("valid")
 }
 
@@ -334,18 +336,28 @@ impl BitmapTestWorld {
         let change = async |change: &BitmapChange| self.image.drain().await.change_bitmap(change).await;
         let name = |at: usize| NAMES[at].to_owned();
         let (at, result) = match *step {
-            BitmapTestStep::Add(at, granularity_bits, is_enabled) => {
-                let new = NewBitmap { name: name(at), granularity_bits, is_persistent: true, is_enabled };
+            BitmapTestStep::Add(at, granularity_bits, is_enabled, is_marked) => {
+                let new = NewBitmap {
+                    name: name(at),
+                    granularity_bits,
+                    is_persistent: true,
+                    is_enabled,
+                    is_marked,
+                };
                 let result = change(&BitmapChange::Add(new)).await;
                 if self.model(at).is_some() {
                     assert_eq!(result, Err(BitmapError::Exists(name(at))));
                 } else {
                     result.expect("room");
-                    self.models.push(BitmapModel::new(NAMES[at], granularity_bits, is_enabled, size));
+                    let mut model = BitmapModel::new(NAMES[at], granularity_bits, is_enabled, size);
+                    model.marked.fill(is_marked);
+                    model.store();
+                    self.models.push(model);
                 }
                 return;
             }
             BitmapTestStep::Rotate(at) => {
+                let views = self.views_of(&self.image).await;
                 let result = self.image.drain().await.rotate_bitmap(NAMES[at]);
                 let Some(model) = self.model(at).filter(|model| model.enabled && !model.in_use) else {
                     assert_eq!(result.expect_err("it does not record"), BitmapError::NotFound(name(at)));
@@ -358,6 +370,7 @@ impl BitmapTestWorld {
                 let none = vec![false; model.marked.len()];
                 model.earlier = Some(std::mem::replace(&mut model.marked, none));
                 self.rotations.push((NAMES[at], result.expect("memory")));
+                self.compare_views(&views).await;
                 return;
             }
             BitmapTestStep::EndRotation(is_success) => {
@@ -382,7 +395,10 @@ impl BitmapTestWorld {
                 let change_step =
                     BitmapChange::Merge { name: name(to), sources: vec![MergeSource::Own(name(from))] };
                 let result = change(&change_step).await;
-                if let Some(expected) = self.refusal(from, false) {
+                // The receiving bitmap is read first.
+                if self.refusal(to, false).is_none()
+                    && let Some(expected) = self.refusal(from, false)
+                {
                     assert_eq!(result, Err(expected));
                     return;
                 }
@@ -466,7 +482,8 @@ impl BitmapTestWorld {
     /// Views of the bitmaps that record.
     async fn views_of(&self, image: &Qcow2Image) -> Vec<BitmapView> {
         let mut views = Vec::new();
-        for model in self.models.iter().filter(|model| model.enabled && !model.in_use) {
+        let is_viewable = |model: &&BitmapModel| model.enabled && !model.in_use && model.earlier.is_none();
+        for model in self.models.iter().filter(is_viewable) {
             views.push(image.view_bitmap(model.name).await.expect("it is there, whatever it marks"));
         }
         views
@@ -477,7 +494,7 @@ impl BitmapTestWorld {
             let model = self.models.iter().find(|model| model.name == &**view.name()).expect("ours");
             assert_eq!(
                 marked_granules_of_view(view, &self.image, model).await,
-                model.marked,
+                model.all(),
                 "{}",
                 model.name
             );
@@ -487,6 +504,10 @@ impl BitmapTestWorld {
     async fn compare_recorded(&self) {
         for model in &self.models {
             let marked = marked_granules(&self.image, model).await;
+            if model.earlier.is_some() {
+                assert_eq!(marked, Err(BitmapViewError::Busy(model.name.to_owned())));
+                continue;
+            }
             match (model.in_use, model.enabled) {
                 (true, _) => assert_eq!(marked, Err(BitmapViewError::Inconsistent(model.name.to_owned()))),
                 (false, true) => assert_eq!(marked.as_ref(), Ok(&model.marked), "{}", model.name),

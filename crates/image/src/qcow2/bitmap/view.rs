@@ -33,6 +33,9 @@ pub enum BitmapViewError {
     /// The bitmap does not record, and the image is writable.
     #[error("bitmap {0:?} does not record writes, and can be read only if the image is read-only")]
     Disabled(String),
+    /// A backup uses the bitmap.
+    #[error("bitmap {0:?} is in use by a backup (wait for its end, or cancel it)")]
+    Busy(String),
     /// The image was written to without updating the bitmap.
     #[error("bitmap {0:?} is marked in-use and may be inconsistent")]
     Inconsistent(String),
@@ -75,8 +78,12 @@ impl Qcow2Image {
     /// [`BitmapViewError`].
     pub async fn view_bitmap(&self, name: &str) -> std::result::Result<BitmapView, BitmapViewError> {
         let view = |source| BitmapView { image: self.clone(), name: name.into(), source };
-        if self.recorded_bitmap(name).is_some() {
-            return Ok(view(BitmapSource::Recorded));
+        if let Some(recorded) = self.recorded_bitmap(name) {
+            // At the end of the backup its marks would vanish under the client that reads them.
+            return match recorded.is_busy() {
+                true => Err(BitmapViewError::Busy(name.to_owned())),
+                false => Ok(view(BitmapSource::Recorded)),
+            };
         }
         let is_foreign = !self.is_read_only() && !self.has_loaded_bitmaps();
         let entries = match is_foreign {
@@ -163,9 +170,10 @@ impl BitmapView {
 }
 
 fn recorded_runs(recorded: &RecordingBitmap, mut at: u64, end: u64) -> Vec<MarkedRun> {
+    let (bits, earlier) = recorded.live_bits();
     let mut runs = Vec::new();
     while at < end && runs.len() < MAX_EXTENTS {
-        let (length, dirty) = recorded.run(at, end);
+        let (length, dirty) = bits.run_of_union(earlier.as_deref(), at, end);
         push(&mut runs, length, dirty);
         at += length;
     }
