@@ -25,6 +25,23 @@ impl Qcow2Image {
         if size_bytes == 0 || !size_bytes.is_multiple_of(512) {
             return Err(ResizeError::Unaligned { multiple: 512 });
         }
+        // Before requests wait.
+        self.check_size(size_bytes).await?;
+        let _quiesced = self.quiesce().await?;
+        // A bitmap or a snapshot may have been added meanwhile.
+        self.check_size(size_bytes).await?;
+        // Read under exclusive access: another resize may have completed meanwhile.
+        let from = self.size_bytes();
+        if size_bytes < from {
+            self.shrink(size_bytes, from).await?;
+        } else if size_bytes > from {
+            self.grow(size_bytes, from).await?;
+        }
+        Ok(())
+    }
+
+    /// Fails if the image cannot have this size.
+    async fn check_size(&self, size_bytes: u64) -> std::result::Result<(), ResizeError> {
         let header = self.file.header();
         let mut largest = (MAX_L1 / 8) << (header.cluster_bits + header.l2_bits());
         if header.bitmaps.is_some() || self.has_recorded_bitmaps() {
@@ -35,14 +52,6 @@ impl Qcow2Image {
         }
         if header.snapshots > 0 && header.version < 3 {
             return Err(ResizeError::SnapshotsWithoutSize);
-        }
-        let _quiesced = self.quiesce().await?;
-        // Read under exclusive access: another resize may have completed meanwhile.
-        let from = self.size_bytes();
-        if size_bytes < from {
-            self.shrink(size_bytes, from).await?;
-        } else if size_bytes > from {
-            self.grow(size_bytes, from).await?;
         }
         Ok(())
     }
