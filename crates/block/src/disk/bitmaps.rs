@@ -3,8 +3,6 @@
 //! Never blocks clients for long: a change of bitmaps waits for the requests in flight for a
 //! limited time.
 
-use std::sync::Arc;
-
 use image::{
     Image, Qcow2Image,
     qcow2::bitmap::{BitmapChange, BitmapError, BitmapStatus, DirtyBits},
@@ -23,14 +21,15 @@ impl Disk {
     pub async fn change_bitmap(&self, change: &BitmapChange) -> Result<(), BitmapError> {
         // Excludes the release of the image.
         let _guard = self.enter().await?;
+        // Excludes a switch of the image over the whole change, as for a change of the content.
+        let entered = reactor::timeout(QUIESCE_TIMEOUT, self.copy_before_write.enter()).await;
+        let _change = entered.map_err(|_| Error::TIMED_OUT)?;
         let current = self.image.shared();
         let image = bitmap_image(&current)?;
         let exclusive = reactor::timeout(QUIESCE_TIMEOUT, image.drain()).await;
         let exclusive = exclusive.map_err(|_| Error::TIMED_OUT)?;
-        // With exclusive access: an upgrade suspends the disk first, and then waits for it. A switch
-        // waits for it as well, with the new image in place.
-        let is_switched = !Arc::ptr_eq(&self.image.shared(), &current);
-        if self.copy_before_write.is_suspended() || is_switched {
+        // With exclusive access: an upgrade suspends the disk first, and then waits for it.
+        if self.copy_before_write.is_suspended() {
             return Err(Error::SHUTDOWN.into());
         }
         exclusive.change_bitmap(change).await

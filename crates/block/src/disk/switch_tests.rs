@@ -10,6 +10,7 @@ use image::{
     Qcow2Image, RawImage,
     qcow2::{
         Qcow2Components,
+        bitmap::{BitmapChange, NewBitmap},
         create::{CreateOptions, create},
         header::BackingReference,
     },
@@ -169,5 +170,38 @@ fn the_guard_must_be_of_the_disk() {
         let (one, other) = (disk(memory(7).await), disk(memory(7).await));
         let quiesced = quiesce(&other).await;
         let _ = one.switch_image(&quiesced, Arc::new(memory(7).await));
+    });
+}
+
+#[test]
+fn a_bitmap_is_not_changed_in_an_image_that_is_being_replaced() {
+    sim::run(1, async {
+        let below = Arc::new(memory(7).await);
+        let first = overlay(Arc::clone(&below)).await;
+        let disk =
+            Arc::new(Disk::new("disk", Image::clone(&first), Default::default(), None).expect("valid"));
+        let new = NewBitmap {
+            name: "b".to_owned(),
+            granularity_bits: 16,
+            is_persistent: true,
+            is_enabled: true,
+            is_marked: false,
+        };
+        let quiesced = quiesce(&disk).await;
+        disk.flush_quiesced(&quiesced).await.expect("memory");
+        let change = {
+            let disk = Arc::clone(&disk);
+            reactor::spawn_joinable(async move { disk.change_bitmap(&BitmapChange::Add(new)).await })
+        };
+        // The change is as far as it can be before the switch.
+        reactor::sleep_until(reactor::now() + Duration::from_millis(100)).await;
+        let old = disk.switch_image(&quiesced, overlay(disk.image()).await);
+        let Image::Qcow2(old) = &*old else { panic!("it is an overlay") };
+        assert_eq!(old.bitmap_statuses().await.expect("readable"), []);
+        drop(quiesced);
+        change.await.expect("it waits for the switch");
+        let names = disk.bitmap_statuses().await.expect("readable").into_iter().map(|status| status.name);
+        assert_eq!(names.collect::<Vec<_>>(), ["b"]);
+        assert_eq!(old.bitmap_statuses().await.expect("readable"), []);
     });
 }
