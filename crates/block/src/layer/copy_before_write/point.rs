@@ -242,6 +242,10 @@ impl PointInTime {
     /// Selects the clusters that a job needs: `run` returns, for a range of bytes, the length of
     /// its first part that is needed or not, and true if it is needed. The others count as saved.
     /// Must precede all other calls.
+    ///
+    /// Changes of clients wait for it, so its cost is bounded: two calls of `run` at most for each
+    /// cluster, of which only a bitmap that marks every second cluster needs as many; a long run is
+    /// one call, and one step for each 64 clusters.
     pub fn select(&self, run: impl Fn(u64, u64) -> (u64, bool)) {
         let mut state = self.lock();
         let mut at = 0;
@@ -255,6 +259,10 @@ impl PointInTime {
                 state.clusters.save(unneeded);
             }
             at += length;
+            if is_needed {
+                // A needed part needs its whole cluster, however fine the rest of it is.
+                at = at.next_multiple_of(self.cluster_bytes);
+            }
         }
     }
 
