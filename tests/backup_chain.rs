@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 
 use crate::harness::{
     self, MIB, Qmp, Scratch, Serve, Weir, assert_contains,
-    operator::{run_failing, run_json, run_misused, run_ok, socket},
+    operator::{run_failing, run_json, run_misused, run_ok, serve as serve_config, socket},
     poll_until, qemu_img, text,
 };
 
@@ -144,6 +144,53 @@ fn bitmap_of_a_failed_full_backup_is_removed() {
 }
 
 #[test]
+fn bitmap_of_an_incomplete_full_backup_marks_everything() {
+    let scratch = Scratch::new();
+    let path = image(&scratch);
+    let weir = serve(&scratch, &path, &[]);
+    let [full, next] = ["full.qcow2", "next.qcow2"].map(|name| scratch.path(name));
+    let slow = ["backup", "vm1", "--to", text(&full), "--bitmap", "daily", "--bps-total", "64K", "--detach"];
+    run_ok(&scratch, &slow);
+    assert_eq!(count(&scratch), SIZE, "the backup has no data yet");
+    let mut qmp = Qmp::negotiated(&scratch.socket("qmp"));
+    let export =
+        json!({ "type": "nbd", "id": "e", "node-name": "vm1", "name": "again", "bitmaps": ["daily"] });
+    let (_, refused) = qmp.command_error("block-export-add", export);
+    assert_contains(&refused, &["bitmap \"daily\" is in use by a backup"]);
+    weir.crash();
+    fs::remove_file(&full).expect("it is incomplete");
+    // A consistent bitmap, because the disk has not changed.
+    let weir = serve(&scratch, &path, &[]);
+    assert_eq!(count(&scratch), SIZE);
+    qemu_img(["create", "-q", "-f", "qcow2", text(&full), &SIZE.to_string()]).succeeds();
+    let instant = content(&scratch, &weir, "instant.raw");
+    let command = ["backup", "vm1", "--to", text(&next), "--bitmap", "daily", "--incremental"];
+    run_ok(&scratch, &[&command[..], &["--backing", text(&full)]].concat());
+    assert_eq!(count(&scratch), 0);
+    weir.stop();
+    compare(&next, &instant);
+}
+
+#[test]
+fn bitmap_below_a_snapshot_needs_a_full_backup() {
+    let scratch = Scratch::new();
+    let path = image(&scratch);
+    let weir = serve(&scratch, &path, &[]);
+    let [full, next] = ["full.qcow2", "next.qcow2"].map(|name| scratch.path(name));
+    let backup = ["backup", "vm1", "--bitmap", "daily", "--to"];
+    run_ok(&scratch, &[&backup[..], &[text(&full)]].concat());
+    run_ok(&scratch, &["snapshot", "vm1"]);
+    let incremental = [text(&next), "--incremental", "--backing", text(&full)];
+    let refused = run_failing(&scratch, &[&backup[..], &incremental].concat());
+    assert_contains(
+        &refused,
+        &["the bitmap \"daily\" is in ", "a file below the image", "make a full backup"],
+    );
+    run_ok(&scratch, &[&backup[..], &[text(&next)]].concat());
+    weir.stop();
+}
+
+#[test]
 fn incremental_backup_updates_an_image_in_place() {
     let scratch = Scratch::new();
     let path = image(&scratch);
@@ -259,13 +306,37 @@ fn blockdev_backup_copies_to_a_node() {
             json!({ "job-id": "j", "device": "vm1", "target": "t", "sync": "incremental" }),
             "Parameter 'bitmap' is missing",
         ),
+        (backup("full", "on-success", json!({ "bitmap": "new" })), "there is no bitmap \"new\""),
     ] {
         let (class, why) = qmp.command_error("blockdev-backup", arguments);
         assert_eq!(class, "GenericError");
         assert_contains(&why, &[expected]);
     }
+    qmp.command("blockdev-backup", json!({ "device": "vm1", "target": "t", "sync": "full" }));
+    assert_eq!(qmp.event("BLOCK_JOB_COMPLETED")["device"], "vm1", "the name of the device");
     qmp.command("blockdev-del", json!({ "node-name": "t" }));
     let instant = content(&scratch, &weir, "instant.raw");
     weir.stop();
     qemu_img(["compare", "-q", "-f", "raw", "-F", "raw", text(&copy), text(&instant)]).succeeds();
+}
+
+#[test]
+fn disk_that_may_pass_to_another_process_is_no_target() {
+    let scratch = Scratch::new();
+    for name in ["a.raw", "passing.raw"] {
+        scratch.sparse(name, MIB);
+    }
+    let config = format!(
+        "[daemon]\nqmp = \"{}\"\n\n[disk.vm1]\nimage = \"a.raw\"\nformat = \"raw\"\n\n[disk.passing]\nimage \
+         = \"passing.raw\"\nformat = \"raw\"\nhandover = true\nexport = [{{ type = \"vhost-user-blk\", listen = \
+         \"unix:{}\" }}]\n",
+        socket(&scratch),
+        text(&scratch.socket("front-end")),
+    );
+    let daemon = serve_config(&scratch, &scratch.file("weir.toml", config));
+    let mut qmp = Qmp::negotiated(&scratch.socket("qmp"));
+    let backup = json!({ "device": "vm1", "target": "passing", "sync": "full" });
+    let (_, refused) = qmp.command_error("blockdev-backup", backup);
+    assert_contains(&refused, &["disk passing: handover: its image may pass to another process"]);
+    daemon.stop();
 }

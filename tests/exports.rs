@@ -238,7 +238,9 @@ fn bitmaps_of_backing_images_are_offered() {
         TestClient::new("nbdinfo").args(["--json", "--map=qemu:dirty-bitmap:since", "--"]).args(uri).json()
     };
     let qemu_map = map(&["[", "qemu-nbd", "-r", "-f", "qcow2", "-B", "since", text(&top), "]"]);
-    let weir = Serve::new(&scratch).arg(&top).args(["-f", "qcow2", "--bitmap", "since"]).start();
+    let serve = || Serve::new(&scratch).arg(&top).args(["-f", "qcow2", "--bitmap", "since"]);
+    assert_contains(&serve().fails(), &["bitmap \"since\": it is in a backing file", "--read-only"]);
+    let weir = serve().arg("--read-only").start();
     assert_eq!(map(&[&weir.uri("top")]), qemu_map);
     assert_eq!(qemu_map[0]["length"], 128 << 10);
     weir.stop();

@@ -422,6 +422,11 @@ fn qmp_commands_have_the_semantics_of_qemu() {
     let node = json!({ "driver": "qcow2", "node-name": "sn1", "file": file, "backing": null });
     qmp.command("blockdev-add", node);
     weir.nbdsh("a", "h.pwrite(b'old!', 0); h.flush()");
+    let bitmap = json!({ "node": "sn1", "name": "t" });
+    qmp.command("block-dirty-bitmap-add", bitmap.clone());
+    let (_, error) = qmp.command_error("blockdev-snapshot", json!({ "node": "a", "overlay": "sn1" }));
+    assert_contains(&error, &["contains bitmaps"]);
+    qmp.command("block-dirty-bitmap-remove", bitmap);
     let actions = json!([{ "type": "blockdev-snapshot", "data": { "node": "a", "overlay": "sn1" } }]);
     let properties = json!({ "completion-mode": "individual" });
     qmp.command("transaction", json!({ "actions": actions, "properties": properties }));

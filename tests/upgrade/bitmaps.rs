@@ -196,8 +196,7 @@ fn crash_after_an_upgrade_leaves_consistent_or_flagged_bitmaps() {
     assert!(stderr.contains("bitmap \"fine\" is marked in-use and may be inconsistent"), "{stderr}");
 }
 
-/// Metadata contexts stay, including those of a read-only image and of a bitmap of its backing
-/// file.
+/// Metadata contexts stay: those of a read-only image, and of a bitmap of its backing file.
 #[test]
 fn metadata_contexts_survive() {
     let scratch = Scratch::new();
@@ -224,7 +223,7 @@ print('there', flush=True)
 sys.stdin.readline()
 assert shown() == before, shown()
 ";
-    let on_top = [text(&over), "--format", "qcow2", "--bitmap", "fine", "--bitmap", "own"];
+    let on_top = [text(&over), "--format", "qcow2", "--read-only", "--bitmap", "fine", "--bitmap", "own"];
     let of_base = [&arguments(&path)[..], &["--read-only"]].concat();
     for (arguments, name, bitmaps) in [(&of_base[..], "disk", "1"), (&on_top, "over", "2")] {
         let fixture = UpgradedDaemon::new(Scratch::new(), arguments);

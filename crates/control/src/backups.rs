@@ -17,7 +17,10 @@ use std::{
 };
 
 use anyhow::{Context as _, bail, ensure};
-use block::{disk::Disk, layer::throttle::BackgroundSettings};
+use block::{
+    disk::{Discards, Disk},
+    layer::throttle::BackgroundSettings,
+};
 use image::{
     Image,
     open::{BackingChoice, ImageOptions},
@@ -33,15 +36,17 @@ use settings::ImageLocation;
 use storage::{FileIdentity, ImageFormat, OpenOptions};
 
 use crate::{
-    bitmaps::prepare_for_backup,
+    bitmaps::{check_not_exported, prepare_for_backup},
     change::RegistryChange,
     events::{Kind, NewEvent},
     image_opening::{ImageOpenAttempt, ImageOpenRequest},
-    registry::{Registry, RegistryError, RunningJob, StartingJob},
+    registry::{Registry, RegistryError, RunningDisk, RunningJob, StartingJob},
 };
 
 /// Time that the end of a backup waits for its target to be closed.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(10);
+/// Interval at which writes in flight are looked for.
+const POLL_INTERVAL: Duration = Duration::from_millis(10);
 /// Time limit for opening a target at a server.
 const OPEN_TIMEOUT: Duration = Duration::from_secs(60);
 
@@ -53,6 +58,8 @@ pub(crate) struct BackupRequest {
     pub(crate) disk: String,
     pub(crate) target: RequestedTarget,
     pub(crate) bitmap: Option<BackupBitmap>,
+    /// True if a bitmap that does not exist is added.
+    pub(crate) may_add_bitmap: bool,
     /// True if the bitmap has all of its marks again after a success too.
     pub(crate) keeps_marks: bool,
     /// True if the job is not listed any more once it has concluded.
@@ -99,7 +106,8 @@ struct BackupEnd {
 /// # Errors
 /// Reason why it cannot start; nothing has changed.
 pub(crate) async fn start_backup(registry: &Rc<Registry>, request: BackupRequest) -> anyhow::Result<String> {
-    let BackupRequest { id, disk: name, target, bitmap, keeps_marks, is_auto_dismissed, settings } = request;
+    let BackupRequest { id, disk: name, target, bitmap, settings, .. } = request;
+    let BackupRequest { may_add_bitmap, keeps_marks, is_auto_dismissed, .. } = request;
     let mut disks = vec![name.clone()];
     let (shown, target_disk) = match &target {
         RequestedTarget::Image(image) => (image.location.to_string(), None),
@@ -124,7 +132,7 @@ pub(crate) async fn start_backup(registry: &Rc<Registry>, request: BackupRequest
     check_target(&disk, &image, &own_devices, &shown)?;
     check_settings(&disk, settings)?;
     let is_added = match &bitmap {
-        Some(bitmap) => prepare_for_backup(registry, &listed, bitmap).await?,
+        Some(bitmap) => prepare_for_backup(registry, &listed, bitmap, may_add_bitmap).await?,
         None => false,
     };
     let added_bitmap = bitmap.as_ref().filter(|_| is_added);
@@ -138,8 +146,12 @@ pub(crate) async fn start_backup(registry: &Rc<Registry>, request: BackupRequest
             return Err(error).with_context(|| format!("disk {name}: no backup to {shown}"));
         }
     };
-    // Not before: all listed jobs are cancelled when the end of the daemon begins.
-    ensure!(!registry.lifecycle.is_ending.get(), "weir is stopping");
+    if let Err(error) = check_begun(registry, &listed, backup.bitmap_name()) {
+        // The bitmap has its marks again.
+        drop(backup);
+        remove_added(added_bitmap).await;
+        return Err(error);
+    }
     let number = registry.jobs.next_number();
     let member = Arc::clone(backup.member());
     let running = Rc::new(RunningJob {
@@ -168,6 +180,13 @@ pub(crate) async fn start_backup(registry: &Rc<Registry>, request: BackupRequest
     Ok(id)
 }
 
+/// Checks what may have changed until the instant of a backup.
+fn check_begun(registry: &Registry, disk: &RunningDisk, bitmap: Option<&str>) -> anyhow::Result<()> {
+    // Not before: all listed jobs are cancelled when the end of the daemon begins.
+    ensure!(!registry.lifecycle.is_ending.get(), "weir is stopping");
+    bitmap.map_or(Ok(()), |bitmap| check_not_exported(registry, disk, bitmap))
+}
+
 /// Reserves the disks and the id of a backup, unless a command changes a disk at this moment.
 async fn reserve<'a>(
     registry: &'a Registry,
@@ -188,10 +207,20 @@ async fn reserve<'a>(
 fn target_of_disk(registry: &Registry, source: &str, name: &str) -> anyhow::Result<BackupTarget> {
     ensure!(source != name, "{name}: it is the disk itself (use another target)");
     let target = registry.disks.get(name)?;
+    ensure!(
+        !target.disk.has_handover(),
+        "disk {name}: handover: its image may pass to another process at any time (serve it without \
+         handover, or use another target)"
+    );
+    ensure!(
+        target.disk.failures().stopped_by().is_none(),
+        "disk {name}: an error has stopped it (`weir resume` continues it)"
+    );
     if let Some(export) = registry.exports.of_disk(name).first() {
         bail!("disk {name}: it is exported as {} (remove the export, or use another target)", export.id);
     }
-    Ok(BackupTarget { image: target.disk.image(), is_zero: false, is_overlay: false })
+    let may_unmap = target.disk.discards() == Discards::Unmap;
+    Ok(BackupTarget { image: target.disk.image(), is_zero: false, is_overlay: false, may_unmap })
 }
 
 /// Checks settings of a job of this disk.
@@ -246,7 +275,15 @@ impl TargetImage {
             has_backing || !is_overlay,
             "{target}: it is no qcow2 image with a backing file (create one over the last backup)"
         );
-        Ok(BackupTarget { image: Arc::new(image), is_zero: is_new && !is_overlay, is_overlay })
+        if let Image::Qcow2(overlay) = &image {
+            ensure!(
+                overlay.header().version >= 3 || !is_overlay,
+                "{target}: version 2 of qcow2 cannot store zeroes over a backing file (create it with \
+                 compat=1.1)"
+            );
+        }
+        let is_zero = is_new && !is_overlay;
+        Ok(BackupTarget { image: Arc::new(image), is_zero, is_overlay, may_unmap: true })
     }
 }
 
@@ -298,7 +335,13 @@ async fn run_backup(mut backup: Backup, end: BackupEnd) {
     let BackupEnd { job, image, is_own_image, keeps_marks, added_bitmap } = end;
     let bitmap = backup.take_bitmap();
     let result = backup.run().await;
-    let result = if is_own_image { close_target(image, result).await } else { result };
+    let result = match is_own_image {
+        true => close_target(image, result).await,
+        false => {
+            drain_target(&job, &image).await;
+            result
+        }
+    };
     let is_complete = result == JobResult::Completed;
     if let Some(bitmap) = bitmap
         && is_complete
@@ -309,6 +352,29 @@ async fn run_backup(mut backup: Backup, end: BackupEnd) {
     // Otherwise the bitmap has the marks of before the backup again.
     remove_added(added_bitmap.filter(|_| !is_complete)).await;
     job.conclude(result);
+}
+
+/// Waits until no write of the backup can change the target any more, even if the backup was
+/// cancelled: clients may use the disk once the job has concluded.
+async fn drain_target(job: &Job, image: &Image) {
+    let drained = async {
+        if let Image::Qcow2(image) = image {
+            drop(image.drain().await);
+        }
+        // There is no notification.
+        while image.is_changing() {
+            reactor::sleep_until(reactor::now() + POLL_INTERVAL).await;
+        }
+    };
+    let mut drained = std::pin::pin!(drained);
+    if reactor::timeout(CLOSE_TIMEOUT, &mut drained).await.is_err() {
+        let seconds = CLOSE_TIMEOUT.as_secs();
+        tracing::warn!(
+            job = %job.id(),
+            "writes to the target of a backup have not completed for {seconds} s; its job continues until then"
+        );
+        drained.await;
+    }
 }
 
 /// Closes the target; returns the result of the backup with it.

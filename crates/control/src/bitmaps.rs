@@ -53,7 +53,9 @@ pub(crate) fn default_granularity_bits(image: &Image) -> u32 {
     cluster_bytes.max(MIN_DEFAULT_GRANULARITY).trailing_zeros()
 }
 
-/// Prepares the bitmap of a backup; returns true if it was added for it.
+/// Prepares the bitmap of a backup; returns true if it was added for it, which `may_add` permits
+/// for a full backup. An added bitmap marks everything: until the backup has succeeded, no data is
+/// in it.
 ///
 /// # Errors
 /// Reason why the backup cannot use it.
@@ -61,11 +63,15 @@ pub(crate) async fn prepare_for_backup(
     registry: &Registry,
     running: &RunningDisk,
     bitmap: &BackupBitmap,
+    may_add: bool,
 ) -> anyhow::Result<bool> {
     let (disk, name) = (running.disk.name(), &bitmap.name);
     let statuses = running.disk.bitmap_statuses().await.map_err(|error| explain(disk, error))?;
     let Some(status) = statuses.into_iter().find(|status| status.name == *name) else {
         if bitmap.is_incremental {
+            check_not_below(running, name).await?;
+        }
+        if bitmap.is_incremental || !may_add {
             return Err(explain(disk, BitmapError::NotFound(name.clone())));
         }
         let new = NewBitmap {
@@ -88,6 +94,22 @@ pub(crate) async fn prepare_for_backup(
     );
     check_not_exported(registry, running, name)?;
     Ok(false)
+}
+
+/// Fails if the bitmap is in an image below that of the disk, where it stays at a snapshot.
+async fn check_not_below(running: &RunningDisk, name: &str) -> anyhow::Result<()> {
+    let disk = running.disk.name();
+    for image in running.disk.image().chain().skip(1) {
+        let Image::Qcow2(below) = image else { continue };
+        let entries = below.bitmaps().await.map_err(|error| explain(disk, error))?;
+        ensure!(
+            !entries.iter().any(|entry| entry.name() == name),
+            "disk {disk}: the bitmap {name:?} is in {}, a file below the image of the disk, and does not \
+             mark its changes (make a full backup with the bitmap, and then incremental ones)",
+            image.storage().description()
+        );
+    }
+    Ok(())
 }
 
 /// Fails if clients of an export read the bitmap.
@@ -143,6 +165,14 @@ pub(crate) async fn find_bitmaps(
         }
         let view = find_topmost(&image, name).await;
         let disk = running.disk.name();
+        if let (Ok(view), Image::Qcow2(top)) = (&view, &*image) {
+            // It does not record the writes to the images above it.
+            ensure!(
+                top.is_read_only() || view.is_of(top),
+                "disk {disk}: bitmap {name:?}: it is in a backing file, and does not mark changes of the \
+                 disk (serve the disk with --read-only, or add a bitmap to its image)"
+            );
+        }
         views.push(
             view.map_err(|error| anyhow::anyhow!("disk {disk}: {error} (`weir image info` lists them)"))?,
         );

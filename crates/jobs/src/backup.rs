@@ -151,6 +151,8 @@ pub struct BackupTarget {
     pub is_zero: bool,
     /// True if it is a qcow2 image whose backing file is not open. Only whole clusters are written.
     pub is_overlay: bool,
+    /// True if zeroes may be stored without allocated space.
+    pub may_unmap: bool,
 }
 
 impl BackupTarget {
@@ -239,6 +241,11 @@ impl Backup {
     /// marks](RotatedBitmap::drop_earlier) when the target is closed after a success.
     pub fn take_bitmap(&mut self) -> Option<RotatedBitmap> {
         self.bitmap.take()
+    }
+
+    /// Name of the bitmap that has begun anew.
+    pub fn bitmap_name(&self) -> Option<&str> {
+        self.bitmap.as_ref().map(RotatedBitmap::name)
     }
 
     /// Member of the throttle tree that the backup is charged to; its settings can be changed.
@@ -420,7 +427,8 @@ impl Shared {
     }
 
     async fn write_zeroes(&self, range: Range<u64>) -> Result<(), BackupError> {
-        let options = ZeroOptions { may_unmap: true, only_if_fast: false, durability: Durability::Cached };
+        let may_unmap = self.target.may_unmap;
+        let options = ZeroOptions { may_unmap, only_if_fast: false, durability: Durability::Cached };
         let image = &self.target.image;
         let mut offset = range.start;
         while offset < range.end && !self.target.is_zero {

@@ -78,6 +78,11 @@ pub async fn check_overlay<'a>(
         let why = "contains data, which would replace data of the disk".to_owned();
         return Err(refused(why, "use a new overlay"));
     }
+    let bitmaps = qcow2.bitmap_statuses().await;
+    if !bitmaps.is_ok_and(|bitmaps| bitmaps.is_empty()) {
+        let why = "contains bitmaps, which do not mark earlier changes of the disk".to_owned();
+        return Err(refused(why, "use a new overlay"));
+    }
     Ok(qcow2)
 }
 

@@ -294,7 +294,7 @@ fn an_incremental_backup_reads_what_has_changed() {
         let before = world.device.traffic().read_bytes;
         let job = Job::new("backup-disk", JobKind::Backup);
         let image = Arc::new(Image::Raw(RawImage::new(Storage::memory(64 * MIB))));
-        let target = BackupTarget { image, is_zero: false, is_overlay: false };
+        let target = BackupTarget { image, is_zero: false, is_overlay: false, may_unmap: true };
         let bitmap = BackupBitmap { name: BITMAP.to_owned(), is_incremental: true };
         let options = BackupOptions { bitmap: Some(bitmap), ..BackupOptions::default() };
         let backup = Backup::begin(&job, &world.disk, target, options).await.expect("nothing prevents it");
@@ -313,7 +313,7 @@ fn a_raw_image_has_no_bitmap_to_use() {
         let disk = Arc::new(Disk::new("disk", image, DiskSettings::default(), None).expect("valid"));
         let job = Job::new("backup-disk", JobKind::Backup);
         let image = Arc::new(Image::Raw(RawImage::new(Storage::memory(1 << 20))));
-        let target = BackupTarget { image, is_zero: true, is_overlay: false };
+        let target = BackupTarget { image, is_zero: true, is_overlay: false, may_unmap: true };
         let bitmap = BackupBitmap { name: BITMAP.to_owned(), is_incremental: false };
         let options = BackupOptions { bitmap: Some(bitmap), ..BackupOptions::default() };
         let error = Backup::begin(&job, &disk, target, options).await.expect_err("it is raw").to_string();

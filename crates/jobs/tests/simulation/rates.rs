@@ -53,7 +53,7 @@ fn group() -> Arc<ThrottleGroup> {
 async fn start(disk: &Arc<Disk>, settings: BackgroundSettings) -> Arc<Job> {
     let job = Job::new("backup-disk", JobKind::Backup);
     let image = Arc::new(Image::Raw(RawImage::new(Storage::memory(disk.size_bytes()))));
-    let target = BackupTarget { image, is_zero: true, is_overlay: false };
+    let target = BackupTarget { image, is_zero: true, is_overlay: false, may_unmap: true };
     let options = BackupOptions { settings, ..BackupOptions::default() };
     let backup = Backup::begin(&job, disk, target, options).await.expect("valid");
     let concluded = Arc::clone(&job);
@@ -176,7 +176,7 @@ fn an_invalid_weight_is_an_error() {
         for weight in [0, 20_000] {
             let job = Job::new("backup-disk", JobKind::Backup);
             let image = Arc::new(Image::Raw(RawImage::new(Storage::memory(disk.size_bytes()))));
-            let target = BackupTarget { image, is_zero: true, is_overlay: false };
+            let target = BackupTarget { image, is_zero: true, is_overlay: false, may_unmap: true };
             let settings = BackgroundSettings { weight: Some(weight), ..BackgroundSettings::default() };
             let options = BackupOptions { settings, ..BackupOptions::default() };
             let refused = Backup::begin(&job, &disk, target, options).await;
@@ -221,7 +221,7 @@ fn a_target_that_does_not_answer_cannot_keep_a_failed_backup() {
         let image = Arc::new(Image::Raw(RawImage::new(Storage::Simulated(Align::new(device)))));
         // A cluster for each task that writes old data, so that all of them wait for the target.
         let sizes = BackupSizes { max_buffer_bytes: 256 << 10, ..BackupSizes::default() };
-        let target = BackupTarget { image, is_zero: false, is_overlay: false };
+        let target = BackupTarget { image, is_zero: false, is_overlay: false, may_unmap: true };
         let options = BackupOptions { sizes, ..BackupOptions::default() };
         let backup = Backup::begin(&job, &disk, target, options).await.expect("valid");
         let running = spawn_joinable(backup.run());

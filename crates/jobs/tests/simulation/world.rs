@@ -58,7 +58,12 @@ impl World {
         let (target, is_zero) = draw_target(max_units, draw_behaviour(target_errors)).await;
         Self {
             disk: Arc::new(disk),
-            target: BackupTarget { image: Arc::new(target), is_zero, is_overlay: false },
+            target: BackupTarget {
+                image: Arc::new(target),
+                is_zero,
+                is_overlay: false,
+                may_unmap: chance(70),
+            },
             numbers,
             source_may_fail: source_errors > 0.0,
             target_may_fail: target_errors > 0.0,
@@ -167,7 +172,12 @@ impl BitmapWorld {
             let device = simulated(bytes, behaviour);
             (Image::Raw(RawImage::new(storage(&device))), device)
         };
-        let target = BackupTarget { image: Arc::new(image), is_zero: last.is_none(), is_overlay };
+        let target = BackupTarget {
+            image: Arc::new(image),
+            is_zero: last.is_none(),
+            is_overlay,
+            may_unmap: chance(70),
+        };
         ChainTarget { target, device, is_qcow2 }
     }
 }

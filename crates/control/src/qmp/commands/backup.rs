@@ -80,6 +80,7 @@ impl QmpCommand for StartBackup {
             disk: self.disk,
             target: RequestedTarget::Image(self.target),
             bitmap: self.bitmap,
+            may_add_bitmap: true,
             keeps_marks: false,
             is_auto_dismissed: false,
             settings: self.settings.over(BackgroundSettings::default()),
@@ -133,9 +134,11 @@ impl QmpCommand for BlockdevBackup {
         for key in ["on-source-error", "on-target-error"] {
             arguments.choice(key, &["report"])?;
         }
+        let disk: String = arguments.required("device")?;
         Ok(Self {
-            id: arguments.required("job-id")?,
-            disk: arguments.required("device")?,
+            // As in QEMU.
+            id: arguments.optional("job-id")?.unwrap_or_else(|| disk.clone()),
+            disk,
             target: arguments.required("target")?,
             bitmap: bitmap.map(|name| BackupBitmap { name, is_incremental }),
             keeps_marks: mode == Some("never"),
@@ -153,6 +156,7 @@ impl QmpCommand for BlockdevBackup {
             disk: self.disk,
             target: RequestedTarget::Disk(self.target),
             bitmap: self.bitmap,
+            may_add_bitmap: false,
             keeps_marks: self.keeps_marks,
             is_auto_dismissed: self.is_auto_dismissed,
             settings: BackgroundSettings { bps_total: self.bps_total, ..BackgroundSettings::default() },

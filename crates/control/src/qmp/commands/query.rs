@@ -113,8 +113,18 @@ async fn block_device_info(running: &RunningDisk) -> Value {
     if let Some(backing) = header.as_ref().and_then(|header| header.backing.as_ref()) {
         info.insert("backing_file".to_owned(), json!(backing.name));
     }
-    // Unreadable bitmaps are in the log; the disk itself can be used.
-    let bitmaps = disk.bitmap_statuses().await.unwrap_or_default();
+    // The disk itself can be used without them. Their storage may not answer.
+    let bitmaps = match reactor::timeout(SIZE_TIMEOUT, disk.bitmap_statuses()).await {
+        Ok(Ok(bitmaps)) => bitmaps,
+        Ok(Err(error)) => {
+            tracing::warn!(disk = %disk.name(), "the bitmaps of a disk cannot be read: {error}");
+            Vec::new()
+        }
+        Err(_) => {
+            tracing::warn!(disk = %disk.name(), "the bitmaps of a disk cannot be read: no answer of its storage");
+            Vec::new()
+        }
+    };
     if !bitmaps.is_empty() {
         info.insert("dirty-bitmaps".to_owned(), bitmaps.iter().map(bitmap::dirty_info).collect());
     }
