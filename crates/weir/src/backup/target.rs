@@ -6,21 +6,27 @@
 
 use std::{
     fs::{self, File, FileType, OpenOptions},
-    io::{ErrorKind, Read as _},
+    io::{self, ErrorKind, Read as _},
     os::unix::fs::{FileTypeExt as _, OpenOptionsExt as _},
     path::{Path, PathBuf, absolute},
 };
 
 use anyhow::{Context as _, anyhow, bail, ensure};
-use image::qcow2::{
-    create::CreateOptions,
-    header::{BackingReference, Qcow2Header},
+use image::{
+    open::backing_name,
+    qcow2::{
+        create::CreateOptions,
+        header::{BackingReference, Qcow2Header},
+    },
 };
 use nix::libc::O_EXCL;
 use settings::ImageLocation;
 use storage::ImageFormat;
 
 use crate::new_image::{UnusedFile, write_qcow2};
+
+/// First bytes of a qcow2 image.
+const QCOW2_MAGIC: [u8; 4] = *b"QFI\xfb";
 
 /// A target that the command line names.
 #[derive(Clone)]
@@ -121,19 +127,17 @@ impl RequestedTarget<'_> {
             fs::canonicalize(self.disk_image).ok().as_ref() != Some(&found),
             "{shown}: is the image of the disk itself (name the last backup)"
         );
-        let backing_format = format_by_name(&found);
-        if backing_format == ImageFormat::Qcow2 {
-            check_qcow2(&found).with_context(|| format!("{shown}: cannot be the backing file"))?;
-        }
-        // A name without directories stays valid when the backups are moved together.
-        let directory = path.parent().and_then(|directory| fs::canonicalize(directory).ok());
-        let is_beside = directory.is_some() && found.parent() == directory.as_deref();
-        let stored = match found.file_name().filter(|_| is_beside) {
-            Some(name) => Path::new(name),
-            None => &found,
+        let backing_format = backing_format(&found);
+        let backing_format =
+            backing_format.with_context(|| format!("{shown}: cannot be the backing file"))?;
+        found.to_str().with_context(|| format!("{shown}: its name is not UTF-8"))?;
+        // As `found`, so that files of one directory are recognized.
+        let path = match (path.parent().and_then(|parent| fs::canonicalize(parent).ok()), path.file_name()) {
+            (Some(directory), Some(name)) => directory.join(name),
+            _ => path.to_owned(),
         };
-        let stored = stored.to_str().with_context(|| format!("{shown}: its name is not UTF-8"))?;
-        Ok(Some(BackingReference { name: stored.into(), format: Some(backing_format.name().into()) }))
+        let stored = backing_name(&path, &found);
+        Ok(Some(BackingReference { name: stored, format: Some(backing_format.name().into()) }))
     }
 }
 
@@ -143,8 +147,25 @@ fn format_by_name(path: &Path) -> ImageFormat {
     if is_named_qcow2 { ImageFormat::Qcow2 } else { ImageFormat::Raw }
 }
 
-/// Fails unless the file has a valid qcow2 header.
-fn check_qcow2(path: &Path) -> anyhow::Result<()> {
+/// Format of the last backup. The content alone does not decide: a guest can write the header of a
+/// qcow2 image to its disk, which a raw backup then begins with.
+fn backing_format(path: &Path) -> anyhow::Result<ImageFormat> {
+    let header = beginning(path)?;
+    let format = format_by_name(path);
+    match format {
+        ImageFormat::Qcow2 => drop(Qcow2Header::parse(&header)?),
+        ImageFormat::Raw => ensure!(
+            !header.starts_with(&QCOW2_MAGIC),
+            "its content begins as that of a qcow2 image, but its name does not end in .qcow2, so it may \
+             be a raw backup of a disk with such content (rename it to *.qcow2 if it is qcow2; otherwise \
+             make a full backup in qcow2)"
+        ),
+    }
+    Ok(format)
+}
+
+/// Beginning of a file, with the header of an image.
+fn beginning(path: &Path) -> io::Result<Vec<u8>> {
     let mut header = vec![0; 1 << 16];
     let mut file = File::open(path)?;
     let mut length = 0;
@@ -155,8 +176,7 @@ fn check_qcow2(path: &Path) -> anyhow::Result<()> {
         }
     }
     header.truncate(length);
-    Qcow2Header::parse(&header)?;
-    Ok(())
+    Ok(header)
 }
 
 /// Opens a block device that neither a mount nor another user in the kernel has claimed; they
@@ -188,6 +208,36 @@ fn existing_rule(kind: FileType) -> &'static str {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn last_backup_has_the_format_of_its_name_and_content() {
+        let directory = tempfile::tempdir().expect("a directory");
+        let [raw, qcow2, bare] = ["a:b.raw", "a:b.qcow2", "b.bak"].map(|name| directory.path().join(name));
+        fs::write(&raw, [0; 512]).expect("writable");
+        let options = CreateOptions { size_bytes: 1 << 20, ..CreateOptions::default() };
+        for path in [&qcow2, &bare] {
+            let file = OpenOptions::new().read(true).write(true).create_new(true).open(path).expect("new");
+            write_qcow2(&file, path, options.clone()).expect("valid");
+        }
+        let target = directory.path().join("next.qcow2");
+        let reference = |backing: &Path| {
+            let requested = RequestedTarget {
+                location: target.to_str().expect("UTF-8").parse().expect("a path"),
+                format: None,
+                size_bytes: 1 << 20,
+                is_incremental: true,
+                backing: Some(backing.to_owned()),
+                disk_image: Path::new("none"),
+            };
+            let reference = requested.backing_of_new(&target, ImageFormat::Qcow2)?;
+            let BackingReference { name, format } = reference.expect("it is incremental");
+            anyhow::Ok((name, format.expect("it is known")))
+        };
+        assert_eq!(reference(&raw).expect("raw"), ("./a:b.raw".into(), "raw".into()));
+        assert_eq!(reference(&qcow2).expect("qcow2"), ("./a:b.qcow2".into(), "qcow2".into()));
+        let refused = format!("{:#}", reference(&bare).expect_err("it may be either"));
+        assert!(refused.contains("rename it to *.qcow2"), "{refused}");
+    }
 
     #[test]
     fn only_the_created_file_is_removed() {
