@@ -176,10 +176,8 @@ fn the_guard_must_be_of_the_disk() {
 #[test]
 fn a_bitmap_is_not_changed_in_an_image_that_is_being_replaced() {
     sim::run(1, async {
-        let below = Arc::new(memory(7).await);
-        let first = overlay(Arc::clone(&below)).await;
-        let disk =
-            Arc::new(Disk::new("disk", Image::clone(&first), Default::default(), None).expect("valid"));
+        let first = overlay(Arc::new(memory(7).await)).await;
+        let disk = disk(Arc::into_inner(first).expect("the only reference"));
         let new = NewBitmap {
             name: "b".to_owned(),
             granularity_bits: 16,
