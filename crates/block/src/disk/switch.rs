@@ -32,7 +32,8 @@ impl Disk {
     /// Makes all completed changes durable in the present image, before [`Disk::switch_image`], and
     /// waits for the changes of cancelled requests and for all other work that would change its
     /// files later. Waits for the storage without a timeout: the caller flushes most of it before,
-    /// and may drop the future.
+    /// and may drop the future. The image is then settled nonetheless, and its requests wait until
+    /// that ends.
     ///
     /// # Errors
     /// The image's error, also if a dirty bitmap cannot be stored, or [`Error::IO`] if an earlier
@@ -40,7 +41,11 @@ impl Disk {
     pub async fn flush_quiesced(&self, quiesced: &QuiescedDisk<'_>) -> Result<()> {
         self.check_guard(quiesced);
         let image = self.image.shared();
-        image.settle().await?;
+        let settling = Arc::clone(&image);
+        // Detached: if it ended in the middle, requests would be admitted while clusters are being
+        // freed, and stored bitmaps would count as consistent while their image changes.
+        let settled = reactor::spawn_detached(async move { settling.settle().await });
+        settled.await.unwrap_or(Err(Error::SHUTDOWN))?;
         // There is no notification. A change that its client has cancelled is not unflushed data
         // of any client, but it changes the file.
         while image.is_changing() {

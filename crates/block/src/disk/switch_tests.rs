@@ -164,6 +164,34 @@ fn a_failed_flush_is_reported_before_the_switch() {
 }
 
 #[test]
+fn an_image_is_settled_although_the_caller_has_stopped_waiting() {
+    sim::run(1, async {
+        let content = {
+            let storage = Storage::with_content(&[]).await;
+            let options = CreateOptions { size_bytes: SIZE as u64, ..CreateOptions::default() };
+            create(&storage, None, &options).await.expect("valid");
+            let mut content = storage.read_all().await.expect("memory");
+            content.resize(content.len().next_multiple_of(4096), 0);
+            content
+        };
+        let device = Storage::Simulated(Align::new(SimulatedStorage::new(content, Behaviour::default())));
+        let image = Qcow2Image::open(Qcow2Components::of(device)).await.expect("new");
+        let disk = disk(Image::Qcow2(image));
+        write(&disk, 0, 1).await;
+        assert!(disk.image().has_volatile_writes(), "its metadata is in memory");
+        let quiesced = quiesce(&disk).await;
+        let limit = Duration::from_micros(1);
+        assert!(reactor::timeout(limit, disk.flush_quiesced(&quiesced)).await.is_err(), "it takes longer");
+        drop(quiesced);
+        // Waits for the gate of the image.
+        let began = reactor::now();
+        assert_eq!(byte_at(&disk, 0).await, 1);
+        assert!(reactor::now() > began, "requests wait until it is settled");
+        assert!(!disk.image().has_volatile_writes());
+    });
+}
+
+#[test]
 #[should_panic(expected = "of another disk")]
 fn the_guard_must_be_of_the_disk() {
     sim::run(1, async {
