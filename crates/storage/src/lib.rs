@@ -470,6 +470,7 @@ impl Storage {
     pub fn is_changing(&self) -> bool {
         match self {
             Self::File(file) => file.has_detached() || file.device().is_changing(),
+            Self::Rbd(image) => image.has_detached() || image.device().is_changing(),
             Self::Wrapped(wrapped) => wrapped.inner().is_changing(),
             other => other.is_busy(),
         }

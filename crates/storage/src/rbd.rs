@@ -227,6 +227,11 @@ impl<B: RbdBackend> RbdStorage<B> {
         self.in_flight.oldest_age(reactor::now())
     }
 
+    /// True if a request in flight changes the image.
+    pub(super) fn is_changing(&self) -> bool {
+        self.in_flight.has_changes()
+    }
+
     /// See [`Storage::has_volatile_writes`](super::Storage::has_volatile_writes).
     pub(super) fn has_volatile_writes(&self) -> bool {
         self.cached_writes.load(Acquire) != self.flushed_writes.load(Acquire)
@@ -289,7 +294,7 @@ impl<B: RbdBackend> RbdStorage<B> {
     // Read before the flush: writes that complete during it may not be covered.
     pub(super) async fn write_back(&self) -> Result<()> {
         let cached = self.cached_writes.load(Acquire);
-        self.run_write(|slot| self.backend.flush(slot)).await?;
+        self.run_as_owner(|slot| self.backend.flush(slot)).await?;
         self.flushed_writes.fetch_max(cached, Release);
         Ok(())
     }
@@ -421,8 +426,18 @@ impl<B: RbdBackend> RbdStorage<B> {
         self.map_error(request(slot).await)
     }
 
-    /// As [`RbdStorage::run`], for a request that may write. Waits while the image is suspended.
+    /// As [`RbdStorage::run`], for a request that changes the image. Waits while the image is
+    /// suspended.
     async fn run_write<T, F: Future<Output = Result<T>>>(
+        &self,
+        request: impl FnOnce(slots::RbdRequestSlot) -> F,
+    ) -> Result<T> {
+        self.run_as_owner(|slot| request(slot.for_change())).await
+    }
+
+    /// As [`RbdStorage::run`], for a request that only the owner of the image may send. Waits while
+    /// the image is suspended.
+    async fn run_as_owner<T, F: Future<Output = Result<T>>>(
         &self,
         request: impl FnOnce(slots::RbdRequestSlot) -> F,
     ) -> Result<T> {
@@ -455,7 +470,7 @@ impl<B: RbdBackend> RbdStorage<B> {
     async fn ensure_durable(&self, requested: Durability) -> Result<()> {
         let must_flush = requested == Durability::Synchronous && self.cache != CacheMode::Unsafe;
         if must_flush || self.writes_through() {
-            return self.run_write(|slot| self.backend.flush(slot)).await;
+            return self.run_as_owner(|slot| self.backend.flush(slot)).await;
         }
         if self.cache == CacheMode::Writeback {
             self.cached_writes.fetch_add(1, Release);

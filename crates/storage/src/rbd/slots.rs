@@ -6,7 +6,10 @@
 
 use std::sync::{
     Arc, Mutex, MutexGuard, PoisonError,
-    atomic::{AtomicU64, Ordering::Relaxed},
+    atomic::{
+        AtomicU64, AtomicUsize,
+        Ordering::{Acquire, Relaxed, Release},
+    },
 };
 
 use policy::time::{Duration, Instant};
@@ -25,6 +28,8 @@ pub(super) struct RbdRequestSlots {
     /// Indices of free slots: at least one for each free permit.
     free: Mutex<Vec<usize>>,
     permits: Arc<OperationPermits>,
+    /// Number of requests in flight that change the image.
+    changes: AtomicUsize,
 }
 
 /// A slot, released when dropped.
@@ -32,6 +37,7 @@ pub(super) struct RbdRequestSlots {
 pub struct RbdRequestSlot {
     slots: Arc<RbdRequestSlots>,
     index: usize,
+    is_change: bool,
     // Dropped last, so that there is a free index for each free permit.
     _permit: OperationPermit,
 }
@@ -42,6 +48,7 @@ impl RbdRequestSlots {
             since: (0..SLOTS).map(|_| AtomicU64::new(0)).collect(),
             free: Mutex::new((0..SLOTS).rev().collect()),
             permits: OperationPermits::new(SLOTS),
+            changes: AtomicUsize::new(0),
         })
     }
 
@@ -55,7 +62,12 @@ impl RbdRequestSlots {
         let permit = self.permits.acquire().await;
         let index = self.free().pop().expect("a place for each permit");
         self.since[index].store(reactor::coarse_now().as_nanos().max(1), Relaxed);
-        RbdRequestSlot { slots: Arc::clone(self), index, _permit: permit }
+        RbdRequestSlot { slots: Arc::clone(self), index, is_change: false, _permit: permit }
+    }
+
+    /// True if a request in flight changes the image.
+    pub(super) fn has_changes(&self) -> bool {
+        self.changes.load(Acquire) > 0
     }
 
     /// Age of the oldest request in flight.
@@ -65,8 +77,20 @@ impl RbdRequestSlots {
     }
 }
 
+impl RbdRequestSlot {
+    /// Marks the request as one that changes the image.
+    pub(super) fn for_change(mut self) -> Self {
+        self.slots.changes.fetch_add(1, Relaxed);
+        self.is_change = true;
+        self
+    }
+}
+
 impl Drop for RbdRequestSlot {
     fn drop(&mut self) {
+        if self.is_change {
+            self.slots.changes.fetch_sub(1, Release);
+        }
         self.slots.since[self.index].store(0, Relaxed);
         self.slots.free().push(self.index);
     }

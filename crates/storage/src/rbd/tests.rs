@@ -170,6 +170,36 @@ fn hung_cluster_holds_a_bounded_number_of_requests() {
 }
 
 #[test]
+fn reads_in_flight_are_no_changes() {
+    sim::run(1, async {
+        let fake = FakeRbd::new(SIZE);
+        let image = Rc::new(rbd(&fake, CacheMode::None, false));
+        fake.stop_answering();
+        let reading = spawn_joinable({
+            let image = Rc::clone(&image);
+            async move { read(&image, 0, 512).await.map(drop) }
+        });
+        sleep_until(now() + Duration::from_secs(1)).await;
+        assert!(image.device().oldest_request().is_some() && !image.device().is_changing());
+        let writing = spawn_joinable({
+            let image = Rc::clone(&image);
+            async move { image.write(512, full_of(2, 512), Durability::Cached).await }
+        });
+        sleep_until(now() + Duration::from_secs(1)).await;
+        assert!(image.device().is_changing());
+        // Also if its client has cancelled it.
+        drop(writing);
+        sleep_until(now() + Duration::from_secs(1)).await;
+        assert!(image.device().is_changing());
+        fake.resume_answering();
+        assert_eq!(reading.await, Ok(()));
+        while image.device().is_changing() {
+            sleep_until(now() + Duration::from_millis(1)).await;
+        }
+    });
+}
+
+#[test]
 fn blocklisted_writer_fails_all_requests() {
     sim::run(1, async {
         let fake = FakeRbd::new(SIZE);
