@@ -506,6 +506,16 @@ fn transaction_takes_all_snapshots_or_none() {
         assert!(chain(&scratch, "a").is_empty() && chain(&scratch, "b").is_empty());
         assert!(!created.exists(), "its file is removed");
     }
+    // Both actions name their nodes alike.
+    let named = |disk: &str, file: &str| {
+        let path = scratch.path(file);
+        let data = json!({ "device": disk, "snapshot-file": text(&path), "snapshot-node-name": "twice" });
+        json!({ "type": "blockdev-snapshot-sync", "data": data })
+    };
+    let actions = json!([named("a", "a.twice.qcow2"), named("b", "b.twice.qcow2")]);
+    let (_, error) = qmp.command_error("transaction", json!({ "actions": actions }));
+    assert_contains(&error, &["twice"]);
+    assert!(chain(&scratch, "a").is_empty() && !scratch.path("a.twice.qcow2").exists());
     // The node is a disk of its own again.
     qmp.command("transaction", json!({ "actions": snapshots }));
     assert_eq!(chain(&scratch, "a"), ["sn1.qcow2", "a.raw"]);

@@ -188,11 +188,7 @@ fn check_begun(registry: &Registry, disk: &RunningDisk, bitmap: Option<&str>) ->
 }
 
 /// Reserves the disks and the id of a backup, unless a command changes a disk at this moment.
-async fn reserve<'a>(
-    registry: &'a Registry,
-    id: Option<String>,
-    disks: &[String],
-) -> anyhow::Result<StartingJob<'a>> {
+async fn reserve(registry: &Registry, id: Option<String>, disks: &[String]) -> anyhow::Result<StartingJob> {
     // A reload in progress may have found a disk without a job already.
     let _guard = registry.lock_structure().await?;
     for disk in disks {

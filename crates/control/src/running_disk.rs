@@ -9,11 +9,12 @@ use std::{
     sync::Arc,
 };
 
+use anyhow::{anyhow, bail};
 use block::{
     disk::{DetectZeroes, Discards, Disk},
     layer::throttle::{DiskSettings, ThrottleGroup},
 };
-use image::qcow2::CacheSettings;
+use image::{Image, qcow2::CacheSettings};
 use policy::{schedule::LimitSchedule, time::Duration};
 use serde_json::{Map, Value};
 use settings::{ConfigKey, DiskConfig, ImageLocation, KeyTable as _, ThrottleConfig};
@@ -82,6 +83,25 @@ impl RunningDisk {
         self.is_switched.get()
     }
 
+    /// Sets the sizes of the metadata caches of the present image, also if a snapshot replaces it
+    /// meanwhile.
+    ///
+    /// # Errors
+    /// The image is raw, or the sizes are invalid; the previous ones stay in force.
+    pub(crate) async fn set_caches(&self, caches: CacheSettings) -> anyhow::Result<()> {
+        loop {
+            let image = self.disk.image();
+            let Image::Qcow2(qcow2) = &*image else {
+                bail!("cache sizes are for qcow2 images, and this one is raw (leave them out)");
+            };
+            qcow2.set_caches(caches).await.map_err(|error| anyhow!("{error}"))?;
+            if Arc::ptr_eq(&image, &self.disk.image()) {
+                self.caches.set(caches);
+                return Ok(());
+            }
+        }
+    }
+
     /// Adds the names of the nodes of a new overlay.
     pub(crate) fn add_overlay_nodes(&self, names: Vec<String>) {
         self.overlay_nodes.borrow_mut().extend(names);
@@ -138,7 +158,7 @@ impl RunningDisk {
 
     /// True if the key applies to this image: keys of qcow2 do not apply to raw images.
     pub(crate) fn has_key(&self, name: &str) -> bool {
-        let is_raw = matches!(&*self.disk.image(), image::Image::Raw(_));
+        let is_raw = matches!(&*self.disk.image(), Image::Raw(_));
         !is_raw || DiskConfig::key(name).is_none_or(|key| key.heading != "qcow2")
     }
 

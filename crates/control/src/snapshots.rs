@@ -12,20 +12,19 @@
 //! Overlays exist before; this code never creates or removes a file. It runs on the main thread.
 
 mod created;
+mod instant;
 
-use std::{cmp::Reverse, collections::BTreeSet, path::absolute, rc::Rc, sync::Arc};
+use std::{collections::BTreeSet, path::absolute, rc::Rc, sync::Arc};
 
 use anyhow::{Context as _, bail, ensure};
 use api::{TakenSnapshot, TakenSnapshots};
-use block::disk::QuiescedDisk;
 pub(crate) use created::CreatedOverlay;
 use image::{
     Image, Qcow2Image,
     open::{check_overlay, is_encrypted},
-    qcow2::snapshot::{InternalSnapshot, NewSnapshot},
+    qcow2::{CacheSettings, snapshot::InternalSnapshot},
 };
-use policy::time::Duration;
-use reactor::{error::Error, operation::PassedFd};
+use reactor::operation::PassedFd;
 use settings::ImageLocation;
 use storage::{ImageFormat, Storage};
 
@@ -37,13 +36,6 @@ use crate::{
     loaded_config::LoadedConfig,
     registry::{Registry, RegistryError, RunningDisk, RunningEndpoint, StartingJob},
 };
-
-/// Longest wait for changes in flight of each disk. Clients' changes wait meanwhile.
-const QUIESCE_TIMEOUT: Duration = Duration::from_secs(5);
-/// Longest flush before the gates are closed.
-const FLUSH_TIMEOUT: Duration = Duration::from_secs(60);
-/// Longest flush of each disk while clients' changes wait.
-const SETTLE_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Snapshot of one disk.
 #[derive(Debug)]
@@ -71,13 +63,14 @@ pub(crate) enum SnapshotKind {
 }
 
 /// A snapshot that can be taken.
-struct PreparedSnapshot<'a> {
+struct PreparedSnapshot {
     running: Rc<RunningDisk>,
     /// Image of the disk when it was prepared.
     below: Arc<Image>,
     kind: PreparedKind,
-    /// Excludes jobs, the removal and a second snapshot of the disk.
-    _reserved: StartingJob<'a>,
+    /// Excludes jobs, the removal, a second snapshot of the disk, and exports that depend on its
+    /// image. Shared with the task that takes an internal snapshot.
+    reserved: Rc<StartingJob>,
 }
 
 enum PreparedKind {
@@ -90,8 +83,10 @@ struct PreparedOverlay {
     image: Arc<Image>,
     qcow2: Qcow2Image,
     location: ImageLocation,
-    /// Names of its nodes.
+    /// Names of its nodes, which are reserved.
     nodes: Vec<String>,
+    /// Sizes of its metadata caches.
+    caches: CacheSettings,
     /// The disk that it was.
     taken: Option<Box<RunningDisk>>,
 }
@@ -114,7 +109,7 @@ pub(crate) async fn take_snapshots(
         for request in requests {
             prepared.push(prepare(registry, request).await?);
         }
-        take_all(registry, &prepared).await
+        instant::take_all(registry, &prepared).await
     };
     let result = result.await;
     let pause_ns = match result {
@@ -124,22 +119,24 @@ pub(crate) async fn take_snapshots(
             return Err(error);
         }
     };
+    // Of all disks before any await: other tasks must find each disk with its present image.
+    let before: Vec<_> = prepared.iter().map(|prepared| note_switch(registry, prepared)).collect();
     let mut snapshots = Vec::new();
-    for PreparedSnapshot { running, below, kind, .. } in prepared {
-        snapshots.push(conclude(registry, &running, below, kind, pause_ns).await);
+    for (prepared, image) in prepared.into_iter().zip(before) {
+        snapshots.push(conclude(registry, prepared, image, pause_ns).await);
     }
     Ok(TakenSnapshots { snapshots, pause_ns })
 }
 
 /// Checks the disk, and opens its overlay. Changes nothing but the reservation of memory.
-async fn prepare<'a>(
-    registry: &'a Rc<Registry>,
+async fn prepare(
+    registry: &Rc<Registry>,
     SnapshotRequest { disk: name, kind }: SnapshotRequest,
-) -> anyhow::Result<PreparedSnapshot<'a>> {
+) -> anyhow::Result<PreparedSnapshot> {
     let running = registry.disks.get(&name)?;
     let is_changing = registry.disks.is_incomplete(&name) || registry.disks.is_migrating(&name);
     ensure!(!is_changing, RegistryError::Busy(name));
-    let reserved = registry.jobs.reserve(Some(format!("snapshot-{name}")), std::slice::from_ref(&name))?;
+    let reserved = Rc::new(registry.jobs.reserve_snapshot(&name)?);
     let below = running.disk.image();
     check_disk(&running, &below)?;
     let kind = match kind {
@@ -155,11 +152,16 @@ async fn prepare<'a>(
         SnapshotKind::External { overlay, descriptor, node } => {
             check_base(&running, &below)?;
             check_exports(registry, &name)?;
+            let caches = running.caches.get();
             let image = Arc::new(open(registry, &running, &overlay, descriptor).await?);
             let qcow2 = check_overlay(&overlay.to_string(), &image, &below).await;
             let qcow2 = qcow2.with_context(|| format!("disk {name}"))?.clone();
-            let nodes = node.into_iter().collect();
-            PreparedKind::External(PreparedOverlay { image, qcow2, location: overlay, nodes, taken: None })
+            let nodes = Vec::from_iter(node);
+            // Another action of the command may have the same name.
+            nodes.iter().try_for_each(|node| registry.check_name(node))?;
+            registry.disks.reserve_nodes(&nodes);
+            let (location, taken) = (overlay, None);
+            PreparedKind::External(PreparedOverlay { image, qcow2, location, nodes, caches, taken })
         }
         SnapshotKind::Node(node) => {
             check_base(&running, &below)?;
@@ -167,7 +169,7 @@ async fn prepare<'a>(
             PreparedKind::External(take_node(registry, &running, &node, &below).await?)
         }
     };
-    let prepared = PreparedSnapshot { running, below, kind, _reserved: reserved };
+    let prepared = PreparedSnapshot { running, below, kind, reserved };
     let PreparedSnapshot { running, below, kind: PreparedKind::External(overlay), .. } = &prepared else {
         return Ok(prepared);
     };
@@ -189,6 +191,10 @@ async fn take_node(
     let found = registry.disks.get(node)?;
     let (image, location) = (found.disk.image(), found.config().image.clone());
     let (cache, needed) = (found.config().cache, running.config().cache);
+    ensure!(
+        !found.disk.has_handover(),
+        "node {node}: handover: its image may pass to another process at any time (add it without handover)"
+    );
     drop(found);
     ensure!(
         cache == needed,
@@ -198,21 +204,29 @@ async fn take_node(
         needed.name()
     );
     let qcow2 = check_overlay(&location.to_string(), &image, below).await?.clone();
-    drop(image);
+    ensure!(
+        Arc::ptr_eq(&registry.disks.get(node)?.disk.image(), &image),
+        "node {node}: it has another image now (try again)"
+    );
     // Fails if it is exported, or otherwise in use.
     let taken = registry.take_out_disk(node)?;
     let lower = taken.lower_nodes.iter().map(|node| node.name.clone());
-    let nodes = std::iter::once(node.to_owned()).chain(lower).collect();
-    Ok(PreparedOverlay { image: taken.disk.image(), qcow2, location, nodes, taken: Some(Box::new(taken)) })
+    let nodes = Vec::from_iter(std::iter::once(node.to_owned()).chain(lower));
+    // So that the node can be added again if the snapshot fails.
+    registry.disks.reserve_nodes(&nodes);
+    let caches = taken.caches.get();
+    Ok(PreparedOverlay { image, qcow2, location, nodes, caches, taken: Some(Box::new(taken)) })
 }
 
 /// Undoes the preparation of a snapshot.
-fn roll_back(registry: &Rc<Registry>, PreparedSnapshot { running, kind, .. }: PreparedSnapshot<'_>) {
+fn roll_back(registry: &Rc<Registry>, PreparedSnapshot { running, kind, .. }: PreparedSnapshot) {
     // Less than before, so it fits.
     if let Err(error) = running.disk.reserve_memory() {
         tracing::error!(disk = %running.disk.name(), %error, "the memory of a disk cannot be reserved");
     }
-    if let PreparedKind::External(PreparedOverlay { taken: Some(taken), .. }) = kind
+    let PreparedKind::External(PreparedOverlay { nodes, taken, .. }) = kind else { return };
+    registry.disks.release_nodes(&nodes);
+    if let Some(taken) = taken
         && let Err(error) = registry.add_disk(*taken)
     {
         tracing::error!(%error, "a node cannot be added again after a snapshot that has failed");
@@ -275,6 +289,10 @@ fn check_base(running: &RunningDisk, image: &Image) -> anyhow::Result<()> {
 
 /// Fails if an export depends on the image that the disk has now.
 fn check_exports(registry: &Registry, disk: &str) -> anyhow::Result<()> {
+    ensure!(
+        !registry.exports.is_opening_device(disk),
+        "disk {disk}: a block device of this host is being created for it (try again)"
+    );
     for export in registry.exports.of_disk(disk) {
         let id = &export.id;
         ensure!(
@@ -323,108 +341,12 @@ async fn open(
     if descriptor.is_none() {
         registry.check_image(overlay).await?;
     }
-    let options = DiskAssembly::for_registry(registry).overlay_options(&running.config(), descriptor);
+    let options = DiskAssembly::for_registry(registry).overlay_options(&running.current_config(), descriptor);
     let spec = overlay.to_spec()?;
     match reactor::timeout(OPEN_TIMEOUT, image::open::open(&spec, options)).await {
         Ok(opened) => opened.map_err(|error| registry.with_holder_if_lock_error(error.into(), [])),
         Err(_) => bail!("disk {name}: {overlay}: no answer in {} s", OPEN_TIMEOUT.as_secs()),
     }
-}
-
-/// Takes the snapshots; returns the time for which changes have waited. A failure has changed
-/// nothing.
-async fn take_all(registry: &Registry, all: &[PreparedSnapshot<'_>]) -> anyhow::Result<u64> {
-    // Most unflushed data is written before changes have to wait.
-    for PreparedSnapshot { running, below, .. } in all {
-        // Not by the disk, whose flush may wait until it is resumed after an error.
-        let flushed = reactor::timeout(FLUSH_TIMEOUT, below.flush()).await.unwrap_or(Err(Error::TIMED_OUT));
-        flushed.with_context(|| format!("disk {}: it cannot be flushed", running.disk.name()))?;
-    }
-    let began = reactor::now();
-    let quiesced = quiesce(all).await?;
-    for (PreparedSnapshot { running, below, kind, .. }, guard) in all.iter().zip(&quiesced) {
-        let disk = &running.disk;
-        let named = || format!("disk {}: its last changes cannot be written", disk.name());
-        let settle = async {
-            if let PreparedKind::External(overlay) = kind {
-                // The first flush reaches the device, so the header of the overlay is durable.
-                overlay.image.flush().await?;
-            }
-            disk.flush_quiesced(guard).await
-        };
-        let settled = reactor::timeout(SETTLE_TIMEOUT, settle).await.unwrap_or(Err(Error::TIMED_OUT));
-        settled.with_context(named)?;
-        check_state(running, below)?;
-        if let PreparedKind::External(_) = kind {
-            check_exports(registry, disk.name())?;
-        }
-        ensure!(
-            image_size(kind).is_none_or(|bytes| bytes == disk.size_bytes()),
-            "disk {}: it was resized meanwhile (try again)",
-            disk.name()
-        );
-    }
-    take_internal(all).await?;
-    // Nothing below can fail.
-    for (PreparedSnapshot { running, below, kind, .. }, guard) in all.iter().zip(&quiesced) {
-        if let PreparedKind::External(overlay) = kind {
-            overlay.qcow2.attach_backing(Arc::clone(below));
-            drop(running.disk.switch_image(guard, Arc::clone(&overlay.image)));
-        }
-    }
-    drop(quiesced);
-    Ok(reactor::now().nanos_since(began))
-}
-
-fn image_size(kind: &PreparedKind) -> Option<u64> {
-    match kind {
-        PreparedKind::External(overlay) => Some(overlay.image.size_bytes()),
-        PreparedKind::Internal { .. } => None,
-    }
-}
-
-/// Closes the gates of all disks. In the order of their names, so that two commands cannot wait for
-/// each other; returns the guards in the order of `all`.
-async fn quiesce<'a>(all: &'a [PreparedSnapshot<'_>]) -> anyhow::Result<Vec<QuiescedDisk<'a>>> {
-    let mut order: Vec<_> = (0..all.len()).collect();
-    order.sort_unstable_by_key(|&index| all[index].running.disk.name());
-    let mut guards = Vec::new();
-    for index in order {
-        let disk = &all[index].running.disk;
-        let guard = disk.quiesce(QUIESCE_TIMEOUT).await;
-        let guard = guard.with_context(|| {
-            let (name, seconds) = (disk.name(), QUIESCE_TIMEOUT.as_secs());
-            format!("disk {name}: changes in flight did not complete within {seconds} s (check its storage)")
-        })?;
-        guards.push((index, guard));
-    }
-    guards.sort_unstable_by_key(|&(index, _)| Reverse(index));
-    Ok(std::iter::from_fn(|| guards.pop().map(|(_, guard)| guard)).collect())
-}
-
-/// Takes the internal snapshots, all or none.
-async fn take_internal(all: &[PreparedSnapshot<'_>]) -> anyhow::Result<()> {
-    let (date_s, date_ns) = date();
-    let mut taken = Vec::new();
-    for PreparedSnapshot { running, kind, .. } in all {
-        let PreparedKind::Internal { image, name } = kind else { continue };
-        let disk = running.disk.name();
-        match image.create_snapshot(NewSnapshot { name, date_s, date_ns }).await {
-            Ok(_) => taken.push((disk, image, name)),
-            Err(error) => {
-                for (disk, image, name) in taken {
-                    if let Err(error) = image.delete_snapshot(name).await {
-                        tracing::error!(
-                            %disk, snapshot = name, %error,
-                            "a snapshot stays although the command has failed (delete it)"
-                        );
-                    }
-                }
-                return Err(error).with_context(|| format!("disk {disk}: no snapshot {name:?}"));
-            }
-        }
-    }
-    Ok(())
 }
 
 /// Deletes the first internal snapshot of a disk for which `is_wanted` returns true; returns it.
@@ -438,7 +360,7 @@ pub(crate) async fn delete_internal(
 ) -> anyhow::Result<Option<InternalSnapshot>> {
     let _guard = registry.lock_structure().await?;
     let running = registry.disks.get(disk)?;
-    let _reserved = registry.jobs.reserve(Some(format!("snapshot-{disk}")), &[disk.to_owned()])?;
+    let _reserved = registry.jobs.reserve_snapshot(disk)?;
     let image = running.disk.image();
     check_disk(&running, &image)?;
     let qcow2 = internal_image(&running, &image)?;
@@ -451,24 +373,31 @@ pub(crate) async fn delete_internal(
     Ok(Some(snapshot))
 }
 
-/// Date in seconds since 1970, and nanoseconds.
-fn date() -> (u32, u32) {
-    let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap_or_default();
-    // The format has 32 bits, until 2106.
-    (u32::try_from(now.as_secs()).unwrap_or(u32::MAX), now.subsec_nanos())
+/// Notes the new image of a disk, which has been switched; returns the previous one.
+fn note_switch(registry: &Registry, PreparedSnapshot { running, kind, .. }: &PreparedSnapshot) -> String {
+    let image = running.config().image.to_string();
+    let PreparedKind::External(PreparedOverlay { location, nodes, caches, taken, .. }) = kind else {
+        return image;
+    };
+    running.set_image(location.clone());
+    if taken.is_some() {
+        running.caches.set(*caches);
+    }
+    registry.disks.add_overlay_nodes(running, nodes.clone());
+    registry.note_switched_image(running.disk.name(), location);
+    image
 }
 
 /// Brings the rest of the daemon's state up to date after a snapshot, which cannot fail any more.
+/// `image` is that before the snapshot.
 async fn conclude(
     registry: &Registry,
-    running: &RunningDisk,
-    below: Arc<Image>,
-    kind: PreparedKind,
+    PreparedSnapshot { running, below, kind, .. }: PreparedSnapshot,
+    image: String,
     pause_ns: u64,
 ) -> TakenSnapshot {
     let disk = running.disk.name();
     let name = disk.to_string();
-    let image = running.config().image.to_string();
     match kind {
         PreparedKind::Internal { name: snapshot, .. } => {
             tracing::info!(%disk, image, snapshot, pause_ns, "an internal snapshot was taken");
@@ -477,13 +406,20 @@ async fn conclude(
             registry.events.record(event.with("image", &*image).with("internal", &*snapshot));
             TakenSnapshot { disk: name, image, internal: Some(snapshot), ..TakenSnapshot::default() }
         }
-        PreparedKind::External(PreparedOverlay { location, nodes, taken, .. }) => {
+        PreparedKind::External(PreparedOverlay { location, caches, taken, .. }) => {
             // On another thread: releases locks.
             reactor::run_blocking(move || below.make_read_only()).await;
             drop(taken);
-            running.set_image(location.clone());
-            registry.disks.add_overlay_nodes(running, nodes);
-            registry.note_switched_image(&name, &location);
+            // A client may have changed the settings after the overlay was opened.
+            let wanted = running.caches.get();
+            if wanted != caches
+                && let Err(error) = running.set_caches(wanted).await
+            {
+                tracing::warn!(%disk, "the cache sizes of the disk cannot be set: {error:#}");
+            }
+            if let Err(error) = running.disk.reserve_memory() {
+                tracing::warn!(%disk, %error, "the memory of a disk cannot be reserved");
+            }
             // The overlay may be on another device.
             if let Err(error) = registry.check_device_of(&name) {
                 tracing::warn!("{error:#}");

@@ -2,9 +2,7 @@
 
 use std::{os::fd::OwnedFd, rc::Rc, sync::Arc};
 
-use anyhow::{anyhow, bail};
 use export::nbd::Removal;
-use image::Image;
 use settings::{DiskConfig, ListenEndpoint};
 
 use super::{
@@ -130,12 +128,7 @@ pub(super) async fn apply_config(running: &RunningDisk, config: &DiskConfig) -> 
     let caches = config.qcow2.caches;
     running.disk.prefetch().set(config.prefetch)?;
     if caches != running.caches.get() {
-        let image = running.disk.image();
-        let Image::Qcow2(qcow2) = &*image else {
-            bail!("cache sizes are for qcow2 images, and this one is raw (leave them out)");
-        };
-        qcow2.set_caches(caches).await.map_err(|error| anyhow!("{error}"))?;
-        running.caches.set(caches);
+        running.set_caches(caches).await?;
     }
     // After both settings that determine the size of the reservation.
     running.disk.reserve_memory()?;

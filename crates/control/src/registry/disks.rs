@@ -185,6 +185,17 @@ impl DiskRegistry {
         member.map(|(name, _)| name.clone())
     }
 
+    /// Reserves names for nodes of a disk that is not listed, or not yet.
+    pub(crate) fn reserve_nodes(&self, names: &[String]) {
+        self.lower_node_names.borrow_mut().extend(names.iter().cloned());
+    }
+
+    /// Ends the reservation of [`DiskRegistry::reserve_nodes`].
+    pub(crate) fn release_nodes(&self, names: &[String]) {
+        let mut reserved = self.lower_node_names.borrow_mut();
+        names.iter().for_each(|name| _ = reserved.remove(name));
+    }
+
     /// Adds, and reserves, the names of nodes that a snapshot has put over a disk.
     pub(crate) fn add_overlay_nodes(&self, running: &RunningDisk, names: Vec<String>) {
         self.lower_node_names.borrow_mut().extend(names.iter().cloned());

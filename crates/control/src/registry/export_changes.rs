@@ -127,6 +127,10 @@ impl Registry {
     ) -> Result<(), RegistryError> {
         let disk = self.disks.get(&new.disk)?;
         self.jobs.check_no_target(&new.disk)?;
+        if !new.bitmaps.is_empty() {
+            // The overlay of a snapshot has none.
+            self.jobs.check_no_snapshot(&new.disk)?;
+        }
         if self.exports.has_id(&new.id) {
             return Err(RegistryError::IdTaken(new.id));
         }
@@ -172,6 +176,13 @@ impl Registry {
             return Err(RegistryError::IdTaken(id).into());
         }
         self.jobs.check_no_target(disk.disk.name())?;
+        // A device belongs to the image that the disk has while it is created.
+        let is_device =
+            matches!(target, settings::ExportTarget::Ublk(_) | settings::ExportTarget::NbdDevice(_));
+        if is_device {
+            self.jobs.check_no_snapshot(disk.disk.name())?;
+        }
+        let _opening = is_device.then(|| self.exports.begin_opening_device(disk.disk.name()));
         self.check_reserved_endpoint(target, disk.disk.name())?;
         if transferred.is_none() {
             self.exports.check_path_free(target)?;

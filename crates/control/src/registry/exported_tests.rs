@@ -1,4 +1,4 @@
-//! Removal of several exports at once.
+//! Removal of several exports at once, and exports of a disk of which a snapshot is taken.
 
 use std::{rc::Rc, sync::Arc};
 
@@ -46,5 +46,35 @@ fn refused_removal_restores_only_its_own_exports() {
         let is_ending = |id| registry.exports.get(id).is_ok_and(|export| export.is_ending());
         assert!(is_ending("1-ending"), "it was removed before");
         assert!(registry.exports.get("2-in-service").is_ok() && !is_ending("2-in-service"));
+    });
+}
+
+#[test]
+fn no_device_is_added_while_a_snapshot_is_taken() {
+    reactor::sim::run(1, async {
+        let registry = Registry::new(None, Rc::new(|_| ()));
+        add_disk(&registry, "d");
+        let snapshot = registry.jobs.reserve_snapshot("d").expect("it is idle");
+        let disk = registry.disks.get("d").expect("it was added");
+        let target = settings::ExportTarget::Ublk(Default::default());
+        let added = registry.add_endpoint("device".to_owned(), disk, false, &target, None).await;
+        let expected = RegistryError::HasStartingJob { disk: "d".to_owned(), job: snapshot.id.clone() };
+        assert_eq!(added.expect_err("refused").to_string(), expected.to_string());
+        // An overlay changes nothing for other exports.
+        let server = NbdServer::new(None, NbdServerTerms::default());
+        let serving = RunningServer::new(server, ListenEndpoint::Inherited, Vec::new(), &Rc::default());
+        registry.add_export(&serving, export("plain", "d")).expect("a new id");
+    });
+}
+
+#[test]
+fn names_of_reserved_nodes_are_taken_until_they_are_released() {
+    reactor::sim::run(1, async {
+        let registry = Registry::new(None, Rc::new(|_| ()));
+        let names = ["node".to_owned()];
+        registry.disks.reserve_nodes(&names);
+        assert_eq!(registry.check_name("node"), Err(RegistryError::NameTaken("node".to_owned())));
+        registry.disks.release_nodes(&names);
+        assert_eq!(registry.check_name("node"), Ok(()));
     });
 }

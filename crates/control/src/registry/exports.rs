@@ -45,6 +45,8 @@ pub struct ExportRegistry {
     endpoints: RefCell<BTreeMap<PathBuf, String>>,
     /// Endpoints that open once the old process has released them, by the ids of their exports.
     pub awaited_endpoints: RefCell<BTreeMap<String, settings::ExportTarget>>,
+    /// Disks for which a device of this host is being created, once per [`OpeningDevice`].
+    opening_devices: RefCell<Vec<String>>,
     servers: RefCell<Vec<Rc<RunningServer>>>,
     /// The first server of each endpoint.
     servers_at: RefCell<HashMap<ListenEndpoint, Rc<RunningServer>>>,
@@ -52,7 +54,32 @@ pub struct ExportRegistry {
     endpoint_parameters: OnceCell<EndpointParameters>,
 }
 
+/// Device of this host that is being created, until its export is listed.
+pub(super) struct OpeningDevice<'a> {
+    registry: &'a ExportRegistry,
+    disk: String,
+}
+
+impl Drop for OpeningDevice<'_> {
+    fn drop(&mut self) {
+        let mut opening = self.registry.opening_devices.borrow_mut();
+        if let Some(at) = opening.iter().position(|disk| *disk == self.disk) {
+            opening.swap_remove(at);
+        }
+    }
+}
+
 impl ExportRegistry {
+    pub(super) fn begin_opening_device(&self, disk: &str) -> OpeningDevice<'_> {
+        self.opening_devices.borrow_mut().push(disk.to_owned());
+        OpeningDevice { registry: self, disk: disk.to_owned() }
+    }
+
+    /// True if a device of this host is being created for the disk.
+    pub(crate) fn is_opening_device(&self, disk: &str) -> bool {
+        self.opening_devices.borrow().iter().any(|opening| opening == disk)
+    }
+
     pub(super) fn insert_server(&self, serving: &Rc<RunningServer>) {
         self.servers.borrow_mut().push(Rc::clone(serving));
         let mut servers_at = self.servers_at.borrow_mut();

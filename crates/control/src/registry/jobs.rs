@@ -35,11 +35,19 @@ const END_TIMEOUT: Duration = Duration::from_secs(30);
 pub struct JobRegistry {
     jobs: RefCell<BTreeMap<String, Rc<RunningJob>>>,
     /// Ids of jobs that are being started, with their disks: first the source.
-    starting: RefCell<BTreeMap<String, Vec<String>>>,
+    starting: Rc<RefCell<BTreeMap<String, StartingEntry>>>,
     /// Disks on which no job may start, once per [`BlockedStarts`].
     blocked: RefCell<Vec<String>>,
     /// Number of jobs so far.
     started: Cell<usize>,
+}
+
+/// What a job that is being started reserves.
+#[derive(Debug)]
+struct StartingEntry {
+    disks: Vec<String>,
+    /// True if it is a snapshot.
+    is_snapshot: bool,
 }
 
 /// A job with its disk and its target.
@@ -62,14 +70,14 @@ pub struct RunningJob {
 }
 
 /// Reserves the id and the disk of a job until it is listed.
-pub(crate) struct StartingJob<'a> {
-    registry: &'a JobRegistry,
+pub(crate) struct StartingJob {
+    starting: Rc<RefCell<BTreeMap<String, StartingEntry>>>,
     pub(crate) id: String,
 }
 
-impl Drop for StartingJob<'_> {
+impl Drop for StartingJob {
     fn drop(&mut self) {
-        self.registry.starting.borrow_mut().remove(&self.id);
+        self.starting.borrow_mut().remove(&self.id);
     }
 }
 
@@ -116,7 +124,7 @@ impl JobRegistry {
             return Err(RegistryError::HasJob { disk: disk(), job: job.job.id().to_string() });
         }
         let starting = self.starting.borrow();
-        match starting.iter().find(|(_, of)| of.contains(&disk())) {
+        match starting.iter().find(|(_, of)| of.disks.contains(&disk())) {
             Some((job, _)) => Err(RegistryError::HasStartingJob { disk: disk(), job: job.clone() }),
             None => Ok(()),
         }
@@ -127,7 +135,8 @@ impl JobRegistry {
     /// # Errors
     /// As [`JobRegistry::check_idle`].
     pub(crate) fn check_all_idle(&self) -> Result<(), RegistryError> {
-        let mut disks: BTreeSet<String> = self.starting.borrow().values().flatten().cloned().collect();
+        let mut disks: BTreeSet<String> =
+            self.starting.borrow().values().flat_map(|of| of.disks.clone()).collect();
         disks.extend(self.running().iter().map(|job| job.disk.clone()));
         disks.iter().try_for_each(|disk| self.check_idle(disk))
     }
@@ -140,9 +149,22 @@ impl JobRegistry {
         let is_target = |job: &Rc<RunningJob>| job.target_disk.as_deref() == Some(disk);
         let running = self.running().into_iter().find(is_target).map(|job| job.job.id().to_string());
         let starting = self.starting.borrow();
-        let starting = starting.iter().find(|(_, disks)| disks.iter().skip(1).any(|target| target == disk));
+        let starting = starting.iter().find(|(_, of)| of.disks.iter().skip(1).any(|target| target == disk));
         match running.or(starting.map(|(id, _)| id.clone())) {
             Some(job) => Err(RegistryError::HasJob { disk: disk.to_owned(), job }),
+            None => Ok(()),
+        }
+    }
+
+    /// Fails if a snapshot of the disk is being taken, after which its image may be another one.
+    ///
+    /// # Errors
+    /// [`RegistryError::HasStartingJob`].
+    pub(crate) fn check_no_snapshot(&self, disk: &str) -> Result<(), RegistryError> {
+        let starting = self.starting.borrow();
+        let is_of_disk = |of: &StartingEntry| of.is_snapshot && of.disks.iter().any(|name| name == disk);
+        match starting.iter().find(|(_, of)| is_of_disk(of)) {
+            Some((job, _)) => Err(RegistryError::HasStartingJob { disk: disk.to_owned(), job: job.clone() }),
             None => Ok(()),
         }
     }
@@ -181,7 +203,25 @@ impl JobRegistry {
     ///
     /// # Errors
     /// A job uses a disk, or the id is invalid or in use.
-    pub(crate) fn reserve(&self, id: Option<String>, disks: &[String]) -> anyhow::Result<StartingJob<'_>> {
+    pub(crate) fn reserve(&self, id: Option<String>, disks: &[String]) -> anyhow::Result<StartingJob> {
+        self.reserve_as(id, disks, false)
+    }
+
+    /// Reserves a disk for a snapshot, as for a job that starts; see
+    /// [`JobRegistry::check_no_snapshot`].
+    ///
+    /// # Errors
+    /// As [`JobRegistry::reserve`].
+    pub(crate) fn reserve_snapshot(&self, disk: &str) -> anyhow::Result<StartingJob> {
+        self.reserve_as(Some(format!("snapshot-{disk}")), &[disk.to_owned()], true)
+    }
+
+    fn reserve_as(
+        &self,
+        id: Option<String>,
+        disks: &[String],
+        is_snapshot: bool,
+    ) -> anyhow::Result<StartingJob> {
         for disk in disks {
             self.check_idle(disk)?;
             let is_blocked = self.blocked.borrow().iter().any(|blocked| blocked == disk);
@@ -212,8 +252,9 @@ impl JobRegistry {
                 names.into_iter().find(|id| !is_taken(id)).context("no id is free")?
             }
         };
-        self.starting.borrow_mut().insert(id.clone(), disks.to_vec());
-        Ok(StartingJob { registry: self, id })
+        let entry = StartingEntry { disks: disks.to_vec(), is_snapshot };
+        self.starting.borrow_mut().insert(id.clone(), entry);
+        Ok(StartingJob { starting: Rc::clone(&self.starting), id })
     }
 
     /// Number of the next job.
@@ -328,7 +369,12 @@ mod tests {
         assert_eq!(jobs.check_idle("vm1"), Err(expected.clone()));
         assert_eq!(jobs.check_all_idle(), Err(expected.clone()));
         assert_eq!(jobs.block_starts("vm1").err(), Some(expected));
+        assert_eq!(jobs.check_no_snapshot("vm1"), Ok(()), "it is a backup");
         drop(starting);
         assert_eq!(jobs.check_all_idle(), Ok(()));
+        let snapshot = jobs.reserve_snapshot("vm1").expect("it is idle");
+        let expected = RegistryError::HasStartingJob { disk: "vm1".to_owned(), job: snapshot.id.clone() };
+        assert_eq!(jobs.check_no_snapshot("vm1"), Err(expected));
+        assert_eq!(jobs.check_no_snapshot("vm2"), Ok(()));
     }
 }

@@ -5,7 +5,7 @@
 use std::rc::Rc;
 
 use block::layer::throttle::{GroupSettings, ThrottleGroup};
-use image::qcow2::{CacheSettings, Qcow2Image};
+use image::qcow2::CacheSettings;
 use serde_json::{Value, json};
 
 use crate::{
@@ -125,10 +125,8 @@ impl SetSettings {
         let before = (disk.prefetch().settings(), running.caches.get());
         // The order is: steps that can fail and be undone first, error policies (infallible) last.
         disk.prefetch().set(prefetch).map_err(|invalid| of_disk(&invalid))?;
-        if let Some((qcow2, caches)) = &caches {
-            let caches = *caches;
-            qcow2.set_caches(caches).await.map_err(|error| of_disk(&error))?;
-            running.caches.set(caches);
+        if let Some(caches) = caches {
+            running.set_caches(caches).await.map_err(|error| of_disk(&error))?;
         }
         let changed = disk.reserve_memory().map_err(|error| of_disk(&error));
         let placed = (disk.throttle().settings(), disk.throttle().group());
@@ -143,9 +141,8 @@ impl SetSettings {
         }
         if changed.is_err() {
             disk.prefetch().set(before.0).expect("it was in force");
-            if let Some((qcow2, _)) = &caches {
-                qcow2.set_caches(before.1).await.map_err(|error| of_disk(&error))?;
-                running.caches.set(before.1);
+            if caches.is_some() {
+                running.set_caches(before.1).await.map_err(|error| of_disk(&error))?;
             }
             disk.reserve_memory().map_err(|error| of_disk(&error))?;
         } else {
@@ -154,17 +151,18 @@ impl SetSettings {
         changed
     }
 
-    fn checked_caches(&self, running: &RunningDisk) -> Result<Option<(Qcow2Image, CacheSettings)>, QmpError> {
+    fn checked_caches(&self, running: &RunningDisk) -> Result<Option<CacheSettings>, QmpError> {
         if self.caches.is_empty() {
             return Ok(None);
         }
-        let qcow2 = caches::qcow2_image(&running.disk.image(), &self.name)?.clone();
+        let image = running.disk.image();
+        let qcow2 = caches::qcow2_image(&image, &self.name)?;
         let settings = self.caches.apply_to(running.caches.get());
         // Checked before anything changes.
         settings
             .sizes(&qcow2.header())
             .map_err(|error| QmpError::generic(format!("disk {}: {error}", self.name)))?;
-        Ok(Some((qcow2, settings)))
+        Ok(Some(settings))
     }
 }
 
