@@ -6,7 +6,7 @@
 use std::{
     cell::OnceCell,
     fs,
-    path::{Path, PathBuf},
+    path::{Path, PathBuf, absolute},
 };
 
 use anyhow::{Context as _, anyhow, bail, ensure};
@@ -42,14 +42,14 @@ impl DiskImages {
             );
             return Ok(Self::default());
         };
+        let directory = common_directory(&file, report.config.as_ref().map(Path::new));
         if !save.save {
             let text = fs::read_to_string(&file);
             let text = text.with_context(|| format!("{}: cannot be checked", file.display()))?;
-            check_saved(&file, &text, &images)?;
+            check_saved(&file, &text, directory.as_deref(), &images)?;
             return Ok(Self::default());
         }
         let texts = OnceCell::new();
-        let directory = fs::canonicalize(&file).ok().and_then(|file| file.parent().map(Path::to_owned));
         let prepared = PreparedConfigFile::prepare(&file, |text| {
             let new = with_images(text, directory.as_deref(), &images)?;
             let _ = texts.set((text.to_owned(), new.clone()));
@@ -81,6 +81,20 @@ impl DiskImages {
     }
 }
 
+/// The directory that relative paths of the file refer to; `None` if that depends on the name by
+/// which the file is opened: a symbolic link to it may be in another directory.
+fn common_directory(file: &Path, of_daemon: Option<&Path>) -> Option<PathBuf> {
+    let target = fs::canonicalize(file).ok()?;
+    let directory = target.parent()?;
+    let is_same = |path: &&Path| fs::canonicalize(path).is_ok_and(|path| path == target);
+    let mut names = [file].into_iter().chain(of_daemon.filter(is_same));
+    let is_in = |path: &Path| {
+        let path = absolute(path).ok()?;
+        fs::canonicalize(path.parent()?).ok()
+    };
+    names.all(|path| is_in(path).as_deref() == Some(directory)).then(|| directory.to_owned())
+}
+
 /// The text with the new images of the disks that it has, at least one.
 fn with_images(text: &str, directory: Option<&Path>, images: &[(String, PathBuf)]) -> Result<String, String> {
     let mut new = text.to_owned();
@@ -97,7 +111,7 @@ fn with_images(text: &str, directory: Option<&Path>, images: &[(String, PathBuf)
     Ok(new)
 }
 
-/// A path as the file has the old one: relative to the directory of the file, or absolute.
+/// A path as the file has the old one: relative to the directory, or absolute.
 fn written_path(old: &str, path: &Path, directory: Option<&Path>) -> String {
     let relative = directory.filter(|_| !old.starts_with('/')).and_then(|at| path.strip_prefix(at).ok());
     // A name with a colon could be taken for another kind of image.
@@ -105,13 +119,18 @@ fn written_path(old: &str, path: &Path, directory: Option<&Path>) -> String {
     relative.unwrap_or(path).display().to_string()
 }
 
-/// Fails unless the file has the new image already, for each disk that it has.
-fn check_saved(file: &Path, text: &str, images: &[(String, PathBuf)]) -> anyhow::Result<()> {
-    let directory = fs::canonicalize(file)?.parent().map(Path::to_owned).unwrap_or_default();
+/// Fails unless the file has the new image already, for each disk that it has. A relative path
+/// without a directory may lead to any image.
+fn check_saved(
+    file: &Path,
+    text: &str,
+    directory: Option<&Path>,
+    images: &[(String, PathBuf)],
+) -> anyhow::Result<()> {
     for (disk, path) in images {
         let image = edit::image_of(text, disk).map_err(|why| anyhow!("{}: {why}", file.display()))?;
         let Some(image) = image else { continue };
-        if directory.join(&image) != *path {
+        if directory.unwrap_or(Path::new("")).join(&image) != *path {
             bail!(
                 "{disk}: the next start would open {image}, as {} says, and damage the snapshot (add \
                  --save, which writes the new image into the file)",
@@ -151,10 +170,35 @@ mod tests {
         let text = "[disk.a]\nimage = \"a.raw\"\n";
         fs::write(&file, text).expect("written");
         let at = fs::canonicalize(directory.path()).expect("it exists");
-        let check = |disk: &str, image: PathBuf| check_saved(&file, text, &[(disk.to_owned(), image)]);
+        let check =
+            |disk: &str, image: PathBuf| check_saved(&file, text, Some(&at), &[(disk.to_owned(), image)]);
         let error = check("a", at.join("a.snap-1.qcow2")).expect_err("not saved");
         assert!(error.to_string().contains("--save"), "{error}");
         check("a", at.join("a.raw")).expect("the file has it already");
         check("other", at.join("other.qcow2")).expect("not in the file");
+        let named = [("a".to_owned(), at.join("a.raw"))];
+        check_saved(&file, text, None, &named).expect_err("it may be another a.raw");
+    }
+
+    #[test]
+    fn paths_are_relative_only_if_all_names_of_the_file_agree() {
+        let directory = tempfile::tempdir().expect("a directory");
+        let at = fs::canonicalize(directory.path()).expect("it exists");
+        let (file, link) = (at.join("conf/weir.toml"), at.join("weir.toml"));
+        fs::create_dir(at.join("conf")).expect("created");
+        fs::write(&file, "").expect("written");
+        std::os::unix::fs::symlink(&file, &link).expect("created");
+        let beside = at.join("conf/link.toml");
+        std::os::unix::fs::symlink(&file, &beside).expect("created");
+        assert_eq!(common_directory(&file, None), Some(at.join("conf")));
+        assert_eq!(common_directory(&beside, Some(&file)), Some(at.join("conf")));
+        assert_eq!(common_directory(&link, None), None);
+        assert_eq!(common_directory(&file, Some(&link)), None, "the daemon reads it by the link");
+        let other = at.join("other.toml");
+        fs::write(&other, "").expect("written");
+        assert_eq!(common_directory(&file, Some(&other)), Some(at.join("conf")), "another file");
+        let images = [("a".to_owned(), at.join("conf/a.snap-1.qcow2"))];
+        let new = with_images(CONFIG, None, &images).expect("it is there");
+        assert!(new.contains(&format!("image = {:?}", images[0].1)), "{new}");
     }
 }
