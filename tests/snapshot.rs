@@ -193,6 +193,11 @@ fn saved_snapshot_survives_a_restart_and_a_reload() {
     fs::write(&file, &before).unwrap();
     let refused = run_failing(&scratch, &["reload"]);
     assert_contains(&refused, &["is a backing file of the disk since a snapshot", "a.snap-1.qcow2"]);
+    // The same file by another path.
+    std::os::unix::fs::symlink(scratch.path("a.raw"), scratch.path("link")).unwrap();
+    fs::write(&file, before.replace("\"a.raw\"", "\"link\"")).unwrap();
+    let refused = run_failing(&scratch, &["reload"]);
+    assert_contains(&refused, &["is a backing file of the disk since a snapshot", "a.snap-1.qcow2"]);
     nbdsh(&scratch, "assert h.pread(4, 0) == b'new!'");
     fs::write(&file, &saved).unwrap();
     run_ok(&scratch, &["reload"]);

@@ -19,8 +19,10 @@ use settings::{
     ConfigKey, ConfigWithOrigins, DesiredState, DiskConfig, DiskWithOrigins, ExportConfig, GroupWithOrigins,
     KeyTable as _, Origin, ParsedConfig, ProcessSpec, key::ChangePolicy,
 };
+use storage::FileIdentity;
 
 use crate::{
+    image_opening::OPEN_TIMEOUT,
     planned_export::{PlannedEndpoint, PlannedExport, RunningExportIndex},
     registry::{Registry, RegistryError, RunningDisk, RunningExport},
     snapshots::chain_files,
@@ -108,7 +110,7 @@ impl PlanDifference {
     ) -> anyhow::Result<Self> {
         let mut found = Self::default();
         found.compare_groups(registry, before, plan)?;
-        found.compare_disks(registry, before, plan)?;
+        found.compare_disks(registry, before, plan).await?;
         let is_new = |(_, server): &(usize, &settings::NbdServerSpec)| {
             registry.exports.server_at(&server.endpoint).is_none()
         };
@@ -169,7 +171,7 @@ impl PlanDifference {
         Ok(())
     }
 
-    fn compare_disks<'p>(
+    async fn compare_disks<'p>(
         &mut self,
         registry: &Registry,
         before: Option<&'p DesiredState>,
@@ -206,7 +208,7 @@ impl PlanDifference {
                 |old| fixed_differences(old, disk),
             );
             if keys.contains(&"image")
-                && let Some(top) = top_of_chain_with(&running, disk)
+                && let Some(top) = top_of_chain_with(&running, disk).await?
             {
                 // A start with the old image would change it under its overlay.
                 bail!(disk.origin("image").error(format!(
@@ -312,12 +314,25 @@ fn absolute_path(disk: &DiskConfig) -> Option<PathBuf> {
     absolute(disk.image.path()?).ok()
 }
 
-/// Image of the running disk, if the file names a backing file of it.
-fn top_of_chain_with(running: &RunningDisk, new: &DiskConfig) -> Option<String> {
-    let path = absolute_path(new)?.display().to_string();
-    let mut chain = chain_files(&running.disk.image()).into_iter();
-    let top = chain.next()?;
-    chain.any(|file| file == path).then_some(top)
+/// Image of the running disk, if the file names a backing file of it, by whatever path.
+///
+/// # Errors
+/// The file system of the path does not answer.
+async fn top_of_chain_with(running: &RunningDisk, new: &DiskConfig) -> anyhow::Result<Option<String>> {
+    let Some(path) = absolute_path(new) else { return Ok(None) };
+    let image = running.disk.image();
+    let mut below = image.chain().skip(1).filter_map(|image| image.files().next()).peekable();
+    if below.peek().is_none() {
+        return Ok(None);
+    }
+    let identify = reactor::run_blocking(move || FileIdentity::of_path(&path));
+    let named = reactor::timeout(OPEN_TIMEOUT, identify).await;
+    let named = named.ok().with_context(|| {
+        let (image, seconds) = (&new.image, OPEN_TIMEOUT.as_secs());
+        format!("{image}: no answer in {seconds} s (check its file system, and reload again)")
+    })?;
+    let is_named = named.is_some() && below.any(|storage| storage.file_identity() == named);
+    Ok(chain_files(&image).into_iter().next().filter(|_| is_named))
 }
 
 /// As [`fixed_differences`], for a disk that was added over the control socket: the file may omit
