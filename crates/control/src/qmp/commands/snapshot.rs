@@ -136,7 +136,7 @@ async fn request(
                 .parse()
                 .map_err(|error| QmpError::rule("snapshot-file", format_args!("{error}")))?;
             if is_created {
-                let overlay = CreatedOverlay::create(&running, path).await;
+                let overlay = CreatedOverlay::create(registry, &running, path).await;
                 created.push(overlay.map_err(QmpError::from_daemon_error)?);
             }
             (running, SnapshotKind::External { overlay, descriptor: None, node })
