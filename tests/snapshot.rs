@@ -389,7 +389,9 @@ fn quiesce_command_freezes_and_thaws_also_after_a_kill() {
     // The freeze ends when the pipe gets a writer.
     let pipe = scratch.path("pipe");
     TestClient::new("mkfifo").arg(&pipe).succeeds();
-    let hanging = format!("f() {{ echo $1 >>{}; [ $1 = thaw ] || cat {}; }}; f", text(&log), text(&pipe));
+    let (to, from) = (text(&log), text(&pipe));
+    let hanging =
+        format!("f() {{ echo $1 >>{to}; [ $1 = thaw ] || {{ cat {from}; echo frozen >>{to}; }}; }}; f");
     let mut client = std::process::Command::new(env!("CARGO_BIN_EXE_weir"))
         .args(["snapshot", "a", "--qmp", &socket(&scratch), "--quiesce-command", &hanging])
         .args(["--quiesce-timeout", "900s"])
@@ -398,9 +400,26 @@ fn quiesce_command_freezes_and_thaws_also_after_a_kill() {
     poll_until(|| (fs::read_to_string(&log).ok()? == "freeze\n").then_some(()));
     client.kill().unwrap();
     client.wait().unwrap();
-    poll_until(|| (fs::read_to_string(&log).ok()? == "freeze\nthaw\n").then_some(()));
     drop(fs::OpenOptions::new().write(true).open(&pipe).unwrap());
+    // The freeze continues after the kill, and the thaw follows it.
+    poll_until(|| (fs::read_to_string(&log).ok()?.lines().count() == 3).then_some(()));
+    assert_eq!(fs::read_to_string(&log).unwrap(), "freeze\nfrozen\nthaw\n");
     weir.stop();
+}
+
+#[test]
+fn no_snapshot_is_taken_after_the_deadline() {
+    let scratch = Scratch::new();
+    let weir = serve(&scratch, &[]);
+    let mut qmp = Qmp::negotiated(&scratch.socket("qmp"));
+    let snapshot = |deadline_ms: u64| json!({ "snapshots": [{ "name": "b", "internal": "s" }], "deadline-ms": deadline_ms });
+    let (_, error) = qmp.command_error("x-weir-snapshot", snapshot(0));
+    assert_contains(&error, &["the time for the snapshots is over"]);
+    // The name is free, and the disk accepts changes.
+    weir.nbdsh("b", "h.pwrite(b'new!', 0); h.flush()");
+    qmp.command("x-weir-snapshot", snapshot(600_000));
+    weir.stop();
+    check(&scratch.path("b.qcow2"));
 }
 
 #[test]

@@ -24,6 +24,7 @@ use image::{
     open::{check_overlay, is_encrypted},
     qcow2::{CacheSettings, snapshot::InternalSnapshot},
 };
+use policy::time::Instant;
 use reactor::operation::PassedFd;
 use settings::ImageLocation;
 use storage::{ImageFormat, Storage};
@@ -91,13 +92,14 @@ struct PreparedOverlay {
     taken: Option<Box<RunningDisk>>,
 }
 
-/// Takes snapshots of all disks at one instant, or none.
+/// Takes snapshots of all disks at one instant, or none after the deadline.
 ///
 /// # Errors
 /// The reason; no disk has changed.
 pub(crate) async fn take_snapshots(
     registry: &Rc<Registry>,
     requests: Vec<SnapshotRequest>,
+    deadline: Instant,
 ) -> anyhow::Result<TakenSnapshots> {
     let _guard = registry.lock_structure().await?;
     let mut names = BTreeSet::new();
@@ -109,7 +111,7 @@ pub(crate) async fn take_snapshots(
         for request in requests {
             prepared.push(prepare(registry, request).await?);
         }
-        instant::take_all(registry, &prepared).await
+        instant::take_all(registry, &prepared, deadline).await
     };
     let result = result.await;
     let pause_ns = match result {

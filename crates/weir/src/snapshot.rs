@@ -51,6 +51,9 @@ Exit status: 0 taken, 1 nothing has changed or the result is unknown, 2 wrong us
 /// Name under which a descriptor is passed, before its number.
 const NAME: &str = "weir-snapshot";
 
+/// Longest time in which the daemon may take the snapshots. The client waits longer for the answer.
+const LONGEST: Duration = Duration::from_secs(500);
+
 /// Arguments of `weir snapshot`.
 #[derive(Debug, Args)]
 pub(crate) struct SnapshotArgs {
@@ -70,7 +73,7 @@ pub(crate) struct SnapshotArgs {
     /// `freeze`, and thaws them with `thaw`; WEIR_DISKS has the names of the disks
     #[arg(long, value_name = "COMMAND")]
     quiesce_command: Option<String>,
-    /// Longest time for which file systems are frozen, and longest run of the command
+    /// Longest run of the freeze, and longest time from its end to the thaw
     #[arg(
         long,
         value_name = "TIME",
@@ -185,15 +188,16 @@ impl Request<'_> {
         let mut frozen = None;
         if let Some(command) = &arguments.quiesce_command {
             frozen = Some(FrozenGuests::freeze(command, timeout, disks)?);
-            // The guests are thawed in time even if the daemon does not answer.
-            client = client.with_timeout(timeout)?;
         }
         let taken = commit().and_then(|()| {
-            client.execute_typed("x-weir-snapshot", json!({ "snapshots": snapshots })).map_err(|error| {
-                match error {
-                    ClientError::Rejected(_) => error.into(),
-                    error => UnknownResult(error.to_string()).into(),
-                }
+            // Without a deadline, the daemon could take the snapshots after this process has given
+            // up, or after the thaw.
+            let remaining = frozen.as_ref().map_or(LONGEST, FrozenGuests::remaining).min(LONGEST);
+            let deadline_ms = u64::try_from(remaining.as_millis()).expect("it has an upper bound");
+            let request = json!({ "snapshots": snapshots, "deadline-ms": deadline_ms });
+            client.execute_typed("x-weir-snapshot", request).map_err(|error| match error {
+                ClientError::Rejected(_) => error.into(),
+                error => UnknownResult(error.to_string()).into(),
             })
         });
         let thawed = frozen.map_or(Ok(()), FrozenGuests::thaw);

@@ -30,9 +30,13 @@ const QUIESCE_TIMEOUT: Duration = Duration::from_secs(5);
 /// Longest wait of clients' changes, from the first gate that closes.
 const PAUSE_TIMEOUT: Duration = Duration::from_secs(15);
 
-/// Takes the snapshots; returns the time for which changes have waited. A failure has changed
-/// nothing.
-pub(super) async fn take_all(registry: &Registry, all: &[PreparedSnapshot]) -> anyhow::Result<u64> {
+/// Takes the snapshots, none after `latest`; returns the time for which changes have waited. A
+/// failure has changed nothing.
+pub(super) async fn take_all(
+    registry: &Registry,
+    all: &[PreparedSnapshot],
+    latest: Instant,
+) -> anyhow::Result<u64> {
     // Most unflushed data is written before changes have to wait.
     let flushes = all.iter().map(|PreparedSnapshot { running, below, .. }| async move {
         // Not by the disk, whose flush may wait until it is resumed after an error.
@@ -46,6 +50,10 @@ pub(super) async fn take_all(registry: &Registry, all: &[PreparedSnapshot]) -> a
     let settled = all.iter().zip(&quiesced).map(|(prepared, guard)| settle(prepared, guard, deadline));
     all_ok(settled).await?;
     check(registry, all)?;
+    ensure!(
+        reactor::now() < latest,
+        "deadline-ms: the time for the snapshots is over (allow a longer time)"
+    );
     let internal = InternalSnapshots::of(all);
     internal.take(deadline).await?;
     // Again, after the last await.

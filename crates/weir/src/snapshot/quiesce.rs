@@ -1,58 +1,81 @@
 //! The command that freezes and thaws the file systems of guests.
 //!
 //! ```text
-//!   this process ── pipe ──► helper: waits for the end of the pipe, then COMMAND thaw
-//!        └─ COMMAND freeze ─► snapshot ─► pipe closed
+//!   helper:        COMMAND freeze ─► status ─► end of the pipe, or the time is over ─► COMMAND thaw
+//!                                      │             ▲
+//!   this process:                      └► snapshot ──┘
 //! ```
 //!
-//! The kernel closes the pipe when this process ends, so the helper thaws after a kill as well. It
-//! is started before anything is frozen.
+//! The kernel closes the pipe when this process ends, so the helper thaws after a kill as well. One
+//! process runs both, so a thaw never precedes the end of the freeze. Never kills a thaw.
 
 use std::{
-    io,
+    io::{self, BufRead as _, BufReader},
     os::unix::process::CommandExt as _,
-    process::{Child, Command, ExitStatus, Stdio},
+    process::{Child, ChildStdout, Command, ExitStatus, Stdio},
     thread,
     time::{Duration, Instant},
 };
 
-use anyhow::{Context as _, bail};
-use nix::{
-    sys::signal::{Signal, killpg},
-    unistd::Pid,
-};
+use anyhow::{Context as _, bail, ensure};
 
 /// Interval at which the end of a command is checked.
 const POLL_INTERVAL: Duration = Duration::from_millis(10);
 
+/// Script of the helper, with the command and a time in seconds. The output of the command is not
+/// mixed with the statuses, nor with the result of `weir snapshot`. The statuses are written by
+/// subshells: without a reader, SIGPIPE must not end the helper.
+const SCRIPT: &str = r#"
+timeout -s KILL "$2" /bin/sh -c "$1 freeze" </dev/null >&2
+(echo $?)
+timeout -s KILL "$2" cat >/dev/null
+(echo $?)
+exec /bin/sh -c "$1 thaw" </dev/null >&2
+"#;
+
+/// Exit status that the shell reports after SIGKILL.
+const KILLED: u8 = 128 + 9;
+
 /// Guests whose file systems are frozen. A drop thaws them too, without waiting.
 pub(super) struct FrozenGuests {
     helper: Child,
+    statuses: BufReader<ChildStdout>,
     command: String,
     timeout: Duration,
+    /// Instant at which the freeze had ended.
+    since: Instant,
 }
 
 impl FrozenGuests {
-    /// Runs the command with `freeze`. If that fails, the guests are thawed.
+    /// Runs the command with `freeze`. If that fails, the guests are thawed. Otherwise they are
+    /// thawed after `timeout` at the latest.
     ///
     /// # Errors
-    /// The command fails or takes too long, or cannot be run.
+    /// The command fails or takes longer than `timeout`, or cannot be run.
     pub(super) fn freeze(command: &str, timeout: Duration, disks: &[String]) -> anyhow::Result<Self> {
-        let shell = |script: &str| {
-            let mut shell = Command::new("/bin/sh");
-            // A group of its own: Ctrl-C on the terminal must not end it.
-            shell.args(["-c", script, "sh", command]).env("WEIR_DISKS", disks.join(" ")).process_group(0);
-            shell
-        };
         let cannot = || format!("--quiesce-command {command}: cannot be run");
-        let helper = shell("read -r _; exec /bin/sh -c \"$1 thaw\"").stdin(Stdio::piped()).spawn();
-        let guests = Self { helper: helper.with_context(cannot)?, command: command.to_owned(), timeout };
-        let mut freezing =
-            shell("exec /bin/sh -c \"$1 freeze\"").stdin(Stdio::null()).spawn().with_context(cannot)?;
-        let why = match end_within(&mut freezing, timeout).with_context(cannot)? {
-            Some(status) if status.success() => return Ok(guests),
-            Some(status) => format!("failed: {status}"),
-            None => format!("has not ended within {} s, and was killed", timeout.as_secs_f64()),
+        // timeout(1) takes 0 for no limit.
+        let seconds = timeout.as_secs_f64().max(0.001).to_string();
+        let mut helper = Command::new("/bin/sh")
+            .args(["-c", SCRIPT, "sh", command, &seconds])
+            .env("WEIR_DISKS", disks.join(" "))
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            // A group of its own: Ctrl-C on the terminal must not end it.
+            .process_group(0)
+            .spawn()
+            .with_context(cannot)?;
+        let statuses = BufReader::new(helper.stdout.take().expect("it is a pipe"));
+        let began = Instant::now();
+        let mut guests = Self { helper, statuses, command: command.to_owned(), timeout, since: began };
+        let status = guests.status().with_context(cannot)?;
+        guests.since = Instant::now();
+        let why = match status {
+            0 => return Ok(guests),
+            KILLED if began.elapsed() >= timeout => {
+                format!("has not ended within {} s, and was killed", timeout.as_secs_f64())
+            }
+            status => format!("failed: exit status {status}"),
         };
         let thawed = match guests.thaw() {
             Ok(()) => "the guests were thawed".to_owned(),
@@ -61,34 +84,51 @@ impl FrozenGuests {
         bail!("`{command} freeze` {why}; no snapshot was taken, and {thawed}")
     }
 
-    /// Runs the command with `thaw`.
+    /// Time until the guests are thawed without a call of [`FrozenGuests::thaw`].
+    pub(super) fn remaining(&self) -> Duration {
+        self.timeout.saturating_sub(self.since.elapsed())
+    }
+
+    /// Runs the command with `thaw`, which continues if it takes longer than the timeout.
     ///
     /// # Errors
-    /// The command fails or takes too long: the guests may still be frozen.
+    /// The command fails or has not ended: the guests may still be frozen. Or they were thawed
+    /// before this call, because the timeout was over.
     pub(super) fn thaw(mut self) -> anyhow::Result<()> {
         drop(self.helper.stdin.take());
+        let held = self.status();
+        let (command, seconds) = (&self.command, self.timeout.as_secs_f64());
         let why = match end_within(&mut self.helper, self.timeout) {
-            Ok(Some(status)) if status.success() => return Ok(()),
+            Ok(Some(status)) if status.success() => {
+                ensure!(
+                    matches!(held, Ok(0)),
+                    "the guests were thawed before, because the snapshots took longer than {seconds} s (use \
+                     a longer --quiesce-timeout)"
+                );
+                return Ok(());
+            }
             Ok(Some(status)) => format!("failed: {status}"),
-            Ok(None) => format!("has not ended within {} s, and was killed", self.timeout.as_secs_f64()),
+            Ok(None) => format!("has not ended within {seconds} s, and continues"),
             Err(error) => format!("cannot be awaited: {error}"),
         };
-        bail!("`{} thaw` {why} (thaw the guests, which may still be frozen)", self.command)
+        bail!("`{command} thaw` {why} (thaw the guests, which may still be frozen)")
+    }
+
+    /// The next exit status that the helper reports.
+    fn status(&mut self) -> anyhow::Result<u8> {
+        let mut line = String::new();
+        self.statuses.read_line(&mut line)?;
+        line.trim_end().parse().context("its shell has ended (thaw the guests, which may be frozen)")
     }
 }
 
-/// Waits for the end of a child; kills it and its group after the timeout, and returns `None`.
+/// Waits for the end of a child, at most for the timeout.
 fn end_within(child: &mut Child, timeout: Duration) -> io::Result<Option<ExitStatus>> {
     let deadline = Instant::now() + timeout;
     loop {
-        if let Some(status) = child.try_wait()? {
-            return Ok(Some(status));
-        }
-        if Instant::now() >= deadline {
-            // It has started this group; the process may have ended in the meantime.
-            let _ = killpg(Pid::from_raw(child.id().cast_signed()), Signal::SIGKILL);
-            child.wait()?;
-            return Ok(None);
+        let ended = child.try_wait()?;
+        if ended.is_some() || Instant::now() >= deadline {
+            return Ok(ended);
         }
         thread::sleep(POLL_INTERVAL);
     }
@@ -129,9 +169,42 @@ mod tests {
     }
 
     #[test]
+    fn the_thaw_follows_after_the_timeout_without_a_call() {
+        let directory = tempfile::tempdir().expect("a directory");
+        let log = directory.path().join("log");
+        // Long enough for the freeze on a busy machine.
+        let timeout = Duration::from_secs(2);
+        let mut frozen = FrozenGuests::freeze(&command(&log, ""), timeout, &[]).expect("it succeeds");
+        while !fs::read_to_string(&log).expect("written").contains("thaw") {
+            thread::sleep(POLL_INTERVAL);
+        }
+        frozen.timeout = TIMEOUT;
+        let error = frozen.thaw().expect_err("it was too late");
+        assert!(error.to_string().contains("thawed before"), "{error}");
+    }
+
+    #[test]
+    fn a_thaw_that_takes_long_is_not_killed() {
+        let directory = tempfile::tempdir().expect("a directory");
+        let (pipe, log) = (directory.path().join("pipe"), directory.path().join("log"));
+        nix::unistd::mkfifo(&pipe, nix::sys::stat::Mode::S_IRWXU).expect("a pipe");
+        let (from, to) = (pipe.display(), log.display());
+        let slow = format!("f() {{ [ $1 = freeze ] || {{ cat {from}; echo thawed >{to}; }}; }}; f");
+        let mut frozen = FrozenGuests::freeze(&slow, TIMEOUT, &[]).expect("it succeeds");
+        frozen.timeout = Duration::from_millis(50);
+        let error = frozen.thaw().expect_err("it waits for the pipe");
+        assert!(error.to_string().contains("and continues"), "{error}");
+        // Waits until the thaw reads.
+        drop(fs::OpenOptions::new().write(true).open(&pipe).expect("a reader"));
+        while fs::read_to_string(&log).unwrap_or_default() != "thawed\n" {
+            thread::sleep(POLL_INTERVAL);
+        }
+    }
+
+    #[test]
     fn a_freeze_that_hangs_is_killed() {
         let hanging = "f() { [ $1 = thaw ] || sleep 1000; }; f";
-        let error = FrozenGuests::freeze(hanging, Duration::from_millis(50), &[]).err().expect("it hangs");
+        let error = FrozenGuests::freeze(hanging, Duration::from_millis(500), &[]).err().expect("it hangs");
         assert!(error.to_string().contains("was killed"), "{error}");
     }
 }

@@ -8,6 +8,7 @@
 use std::{path::PathBuf, rc::Rc};
 
 use image::qcow2::snapshot::InternalSnapshot;
+use policy::time::{Duration, Instant};
 use reactor::operation::PassedFd;
 use serde_json::{Value, json};
 use settings::ImageLocation;
@@ -101,7 +102,7 @@ async fn perform(registry: &Rc<Registry>, actions: Vec<SnapshotAction>) -> Resul
         if is_aborted {
             return Err(QmpError::generic("Transaction aborted using Abort action"));
         }
-        take_snapshots(registry, requests).await.map(drop).map_err(QmpError::from_daemon_error)
+        take_snapshots(registry, requests, Instant::MAX).await.map(drop).map_err(QmpError::from_daemon_error)
     };
     let result = result.await;
     for overlay in created {
@@ -258,7 +259,11 @@ fn snapshot_info(snapshot: &InternalSnapshot) -> Value {
 
 /// Snapshots of one instant, with overlays that the client has created and opened.
 #[derive(Debug)]
-pub(super) struct TakeSnapshots(Vec<SnapshotRequest>);
+pub(super) struct TakeSnapshots {
+    requests: Vec<SnapshotRequest>,
+    /// After this instant no snapshot is taken.
+    deadline: Instant,
+}
 
 impl QmpCommand for TakeSnapshots {
     const NAME: &'static str = "x-weir-snapshot";
@@ -291,10 +296,14 @@ impl QmpCommand for TakeSnapshots {
         if requests.is_empty() {
             return Err(QmpError::rule("snapshots", "names no disk"));
         }
-        Ok(Self(requests))
+        let deadline_ms: Option<u64> = arguments.optional("deadline-ms")?;
+        let deadline =
+            deadline_ms.map_or(Instant::MAX, |limit| reactor::now() + Duration::from_millis(limit));
+        Ok(Self { requests, deadline })
     }
 
     async fn run(self, registry: Rc<Registry>) -> Result<Value, QmpError> {
-        take_snapshots(&registry, self.0).await.map(response).map_err(QmpError::from_daemon_error)
+        let Self { requests, deadline } = self;
+        take_snapshots(&registry, requests, deadline).await.map(response).map_err(QmpError::from_daemon_error)
     }
 }
