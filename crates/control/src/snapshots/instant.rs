@@ -50,10 +50,7 @@ pub(super) async fn take_all(
     let settled = all.iter().zip(&quiesced).map(|(prepared, guard)| settle(prepared, guard, deadline));
     all_ok(settled).await?;
     check(registry, all)?;
-    ensure!(
-        reactor::now() < latest,
-        "deadline-ms: the time for the snapshots is over (allow a longer time)"
-    );
+    ensure!(reactor::now() < latest, "deadline-ms: the time for the snapshots is over (allow a longer time)");
     let internal = InternalSnapshots::of(all);
     internal.take(deadline).await?;
     // Again, after the last await.
