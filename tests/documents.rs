@@ -34,6 +34,8 @@ logs=("$stderr")
 ready() { cat -- "${logs[@]}" | grep -c ' ready ' || true; }
 # Waits until this number of servers is ready.
 await() {
+    # A server in the background may not have created its log yet, and tail would not follow it.
+    touch -- "${logs[@]}"
     tail -q -n +1 -f -- "${logs[@]}" > "$stderr.pipe" & local tail=$!
     disown "$tail"
     grep -cm "$1" ' ready ' < "$stderr.pipe" > "$stderr.ready"
