@@ -195,7 +195,7 @@ impl QmpCommand for QueryBlockstats {
 /// policy and fails again counts as two failures.
 ///
 /// The latencies are measured from the first query or scrape on. Exports reject invalid requests
-/// before they reach a disk, so none are counted; no storage is zoned.
+/// before they reach a disk, so none are counted.
 fn block_stats(running: &RunningDisk) -> Value {
     let totals = running.disk.totals();
     let errors = running.disk.failures().errors();
@@ -210,31 +210,25 @@ fn block_stats(running: &RunningDisk) -> Value {
             "wr_operations": totals.writes.saturating_sub(totals.discards),
             "flush_operations": totals.flushes,
             "unmap_operations": totals.discards,
-            "zone_append_operations": 0,
             "rd_bytes": totals.read_bytes,
             "wr_bytes": totals.written_bytes.saturating_sub(totals.discarded_bytes),
             "unmap_bytes": totals.discarded_bytes,
-            "zone_append_bytes": 0,
             "rd_total_time_ns": time_ns(OperationClass::Read),
             "wr_total_time_ns": time_ns(OperationClass::Write).saturating_sub(unmap_time_ns),
             "flush_total_time_ns": time_ns(OperationClass::Flush),
             "unmap_total_time_ns": unmap_time_ns,
-            "zone_append_total_time_ns": 0,
             "wr_highest_offset": totals.highest_write_end,
             "rd_merged": totals.merged_reads,
             "wr_merged": totals.merged_requests.saturating_sub(totals.merged_reads),
             "unmap_merged": 0,
-            "zone_append_merged": 0,
             "failed_rd_operations": errors.reads,
             "failed_wr_operations": errors.writes,
             "failed_flush_operations": errors.flushes,
             "failed_unmap_operations": errors.discards,
-            "failed_zone_append_operations": 0,
             "invalid_rd_operations": 0,
             "invalid_wr_operations": 0,
             "invalid_flush_operations": 0,
             "invalid_unmap_operations": 0,
-            "invalid_zone_append_operations": 0,
             "account_invalid": false,
             "account_failed": false,
             "timed_stats": [],
