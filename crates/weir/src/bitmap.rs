@@ -22,6 +22,11 @@ Examples:
       Bitmaps with the amount of data that they mark.
   weir bitmap vm1 merge weekly daily
       Add the marks of daily to weekly.
+  weir bitmap vm1 disable weekly
+      Keep its marks as they are; `enable` records writes again.
+  weir bitmap vm1 enable weekly
+  weir bitmap vm1 clear weekly
+      Mark nothing: later writes are marked.
   weir bitmap vm1 remove daily
       Also removes an inconsistent bitmap: after a crash of the daemon, marks may be missing.
 
