@@ -2,7 +2,7 @@
 //!
 //! All disks wait together and until one deadline, so the pause does not grow with their number.
 //! Work on an image that is late continues, since it must not stop in the middle; the snapshot has
-//! failed by then, and what it leaves is undone. Never opens an image.
+//! failed by then, and its remains are undone. Never opens an image.
 
 use std::{
     cell::Cell,
