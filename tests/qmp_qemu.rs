@@ -158,6 +158,7 @@ fn disk_description_matches_qemu() {
                     | (Value::Number(_), Value::Number(_))
                     | (Value::String(_), Value::String(_))
                     | (Value::Object(_), Value::Object(_))
+                    | (Value::Array(_), Value::Array(_))
             );
             assert!(same, "{command}: {key} is {value} here and {other} in QEMU");
         }
