@@ -40,13 +40,11 @@ use crate::{
     change::RegistryChange,
     events::{Kind, NewEvent},
     image_opening::{ImageOpenAttempt, ImageOpenRequest},
-    registry::{Registry, RegistryError, RunningDisk, RunningJob, StartingJob},
+    registry::{Registry, RunningDisk, RunningJob, StartingJob},
 };
 
 /// Time that the end of a backup waits for its target to be closed.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(10);
-/// Interval at which writes in flight are looked for.
-const POLL_INTERVAL: Duration = Duration::from_millis(10);
 /// Time limit for opening a target at a server.
 const OPEN_TIMEOUT: Duration = Duration::from_secs(60);
 
@@ -56,7 +54,7 @@ pub(crate) struct BackupRequest {
     /// Id; chosen from the name of the disk if there is none.
     pub(crate) id: Option<String>,
     pub(crate) disk: String,
-    pub(crate) target: RequestedTarget,
+    pub(crate) target: BackupTargetRequest,
     pub(crate) bitmap: Option<BackupBitmap>,
     /// True if a bitmap that does not exist is added.
     pub(crate) may_add_bitmap: bool,
@@ -69,7 +67,7 @@ pub(crate) struct BackupRequest {
 
 /// Target of a backup, as requested.
 #[derive(Debug)]
-pub(crate) enum RequestedTarget {
+pub(crate) enum BackupTargetRequest {
     Image(TargetImage),
     /// Another disk of the daemon.
     Disk(String),
@@ -110,8 +108,8 @@ pub(crate) async fn start_backup(registry: &Rc<Registry>, request: BackupRequest
     let BackupRequest { may_add_bitmap, keeps_marks, is_auto_dismissed, .. } = request;
     let mut disks = vec![name.clone()];
     let (shown, target_disk) = match &target {
-        RequestedTarget::Image(image) => (image.location.to_string(), None),
-        RequestedTarget::Disk(disk) => {
+        BackupTargetRequest::Image(image) => (image.location.to_string(), None),
+        BackupTargetRequest::Disk(disk) => {
             disks.push(disk.clone());
             (disk.clone(), Some(disk.clone()))
         }
@@ -120,8 +118,8 @@ pub(crate) async fn start_backup(registry: &Rc<Registry>, request: BackupRequest
     let is_own_image = target_disk.is_none();
     // Without the lock: the answer of a storage server may take long.
     let opened = match target {
-        RequestedTarget::Image(image) => Ok(image.open(registry).await?),
-        RequestedTarget::Disk(disk) => Err(disk),
+        BackupTargetRequest::Image(image) => Ok(image.open(registry).await?),
+        BackupTargetRequest::Disk(disk) => Err(disk),
     };
     let own_devices = own_devices(registry).await;
     let _guard = registry.lock_structure().await?;
@@ -193,8 +191,7 @@ async fn reserve(registry: &Registry, id: Option<String>, disks: &[String]) -> a
     let _guard = registry.lock_structure().await?;
     for disk in disks {
         registry.disks.get(disk)?;
-        let is_changing = registry.disks.is_incomplete(disk) || registry.disks.is_migrating(disk);
-        ensure!(!is_changing, RegistryError::Busy(disk.clone()));
+        registry.disks.check_unchanging(disk)?;
     }
     registry.jobs.reserve(id, disks)
 }
@@ -357,10 +354,7 @@ async fn drain_target(job: &Job, image: &Image) {
         if let Image::Qcow2(image) = image {
             drop(image.drain().await);
         }
-        // There is no notification.
-        while image.is_changing() {
-            reactor::sleep_until(reactor::now() + POLL_INTERVAL).await;
-        }
+        image.await_changes().await;
     };
     let mut drained = std::pin::pin!(drained);
     if reactor::timeout(CLOSE_TIMEOUT, &mut drained).await.is_err() {

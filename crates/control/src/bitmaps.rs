@@ -13,7 +13,7 @@ use image::{
 };
 use jobs::backup::BackupBitmap;
 
-use super::registry::{Registry, RegistryError, RunningDisk};
+use super::registry::{Registry, RunningDisk};
 
 /// Smallest default granularity in bytes, as in QEMU.
 const MIN_DEFAULT_GRANULARITY: u64 = 4096;
@@ -28,8 +28,7 @@ pub(crate) async fn change_bitmap(
     change: &BitmapChange,
 ) -> anyhow::Result<()> {
     let disk = running.disk.name();
-    let is_changing = registry.disks.is_incomplete(disk) || registry.disks.is_migrating(disk);
-    ensure!(!is_changing, RegistryError::Busy(disk.to_string()));
+    registry.disks.check_unchanging(disk)?;
     let (name, action) = match change {
         BitmapChange::Add(NewBitmap { name, .. }) => (name, "added"),
         BitmapChange::Remove(name) => (name, "removed"),

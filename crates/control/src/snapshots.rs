@@ -35,7 +35,7 @@ use crate::{
     events::{Kind, NewEvent},
     image_opening::OPEN_TIMEOUT,
     loaded_config::LoadedConfig,
-    registry::{Registry, RegistryError, RunningDisk, RunningEndpoint, StartingJob},
+    registry::{Registry, RunningDisk, RunningEndpoint, StartingJob},
 };
 
 /// Snapshot of one disk.
@@ -136,8 +136,7 @@ async fn prepare(
     SnapshotRequest { disk: name, kind }: SnapshotRequest,
 ) -> anyhow::Result<PreparedSnapshot> {
     let running = registry.disks.get(&name)?;
-    let is_changing = registry.disks.is_incomplete(&name) || registry.disks.is_migrating(&name);
-    ensure!(!is_changing, RegistryError::Busy(name));
+    registry.disks.check_unchanging(&name)?;
     let reserved = Rc::new(registry.jobs.reserve_snapshot(&name)?);
     let below = running.disk.image();
     check_disk(&running, &below)?;

@@ -33,6 +33,9 @@ use storage::{
     BlockSize, Durability, Extent, ImageFormat, OpenError, PassedFile, ResizeError, Storage, ZeroOptions,
 };
 
+/// Interval at which changes in flight are looked for.
+const POLL_INTERVAL: Duration = Duration::from_millis(1);
+
 /// An image of any format.
 #[derive(Debug)]
 pub enum Image {
@@ -474,6 +477,13 @@ impl Image {
     /// See [`Storage::is_changing`].
     pub fn is_changing(&self) -> bool {
         self.files().any(Storage::is_changing)
+    }
+
+    /// Waits until [`Image::is_changing`] is false. There is no notification.
+    pub async fn await_changes(&self) {
+        while self.is_changing() {
+            reactor::sleep_until(reactor::now() + POLL_INTERVAL).await;
+        }
     }
 
     /// Makes written data on servers and clusters visible to other processes; there is no

@@ -27,7 +27,7 @@ use serde_json::{Value, json};
 
 use crate::{
     client::{ClientError, ControlAddress, ControlClient, report::DaemonReport},
-    settings_command::{DiskImages, SaveArgs},
+    settings_command::{SaveArgs, SavedImages},
 };
 
 pub(crate) const EXAMPLES: &str = "\
@@ -134,7 +134,7 @@ fn take_external(
         overlays.push(overlay);
     }
     let images = overlays.iter().map(|overlay| (overlay.disk.clone(), overlay.path.clone())).collect();
-    let mut config = DiskImages::prepare(report, &arguments.save, images)?;
+    let mut config = SavedImages::prepare(report, &arguments.save, images)?;
     let mut snapshots = Vec::new();
     for (number, overlay) in overlays.iter().enumerate() {
         let descriptor = format!("{NAME}-{number}");

@@ -19,14 +19,9 @@
 
 use std::sync::Arc;
 
-use policy::time::Duration;
-
 use super::{Disk, QuiescedDisk};
 use image::Image;
 use reactor::error::{Error, Result};
-
-/// Interval at which changes of cancelled requests are checked.
-const POLL_INTERVAL: Duration = Duration::from_millis(1);
 
 impl Disk {
     /// Makes all completed changes durable in the present image, before [`Disk::switch_image`], and
@@ -46,11 +41,9 @@ impl Disk {
         // freed, and stored bitmaps would count as consistent while their image changes.
         let settled = reactor::spawn_detached(async move { settling.settle().await });
         settled.await.unwrap_or(Err(Error::SHUTDOWN))?;
-        // There is no notification. A change that its client has cancelled is not unflushed data
-        // of any client, but it changes the file.
-        while image.is_changing() {
-            reactor::sleep_until(reactor::now() + POLL_INTERVAL).await;
-        }
+        // A change that its client has cancelled is not unflushed data of any client, but it
+        // changes the file.
+        image.await_changes().await;
         image.flush().await?;
         // A later flush succeeds although the page cache has lost the writes. The new image's
         // storage would hide that.

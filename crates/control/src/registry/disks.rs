@@ -162,6 +162,17 @@ impl DiskRegistry {
         self.migrating.borrow().contains_key(disk)
     }
 
+    /// Fails if a command changes the disk at this moment: it is incomplete or being migrated.
+    ///
+    /// # Errors
+    /// [`RegistryError::Busy`].
+    pub(crate) fn check_unchanging(&self, disk: &str) -> Result<(), RegistryError> {
+        match self.is_incomplete(disk) || self.is_migrating(disk) {
+            true => Err(RegistryError::Busy(disk.to_owned())),
+            false => Ok(()),
+        }
+    }
+
     /// Reserves the names of a disk and of its group, of which an unlisted disk is no member.
     pub(crate) fn reserve_for_migration(&self, disk: &str, group: Option<String>) {
         self.migrating.borrow_mut().insert(disk.to_owned(), group);

@@ -16,14 +16,14 @@ use crate::client::report::DaemonReport;
 
 /// The change of the config file.
 #[derive(Default)]
-pub(crate) struct DiskImages {
+pub(crate) struct SavedImages {
     file: PathBuf,
     prepared: Option<PreparedConfigFile>,
     /// Old and new text of the file.
     texts: OnceCell<(String, String)>,
 }
 
-impl DiskImages {
+impl SavedImages {
     /// Prepares the change: `images` has the names of disks, and the absolute paths of their new
     /// images.
     ///
@@ -72,9 +72,8 @@ impl DiskImages {
     /// It was changed since, or cannot be written.
     pub(crate) fn restore(&mut self) -> anyhow::Result<()> {
         let (None, Some((old, new))) = (self.prepared.take(), self.texts.take()) else { return Ok(()) };
-        let restored = PreparedConfigFile::prepare(&self.file, |text| match text == new {
+        let restored = PreparedConfigFile::prepare(&self.file, |text| match text == new || text == old {
             true => Ok(old),
-            false if text == old => Ok(old),
             false => Err("was changed by another process meanwhile".to_owned()),
         })?;
         restored.commit().map(drop)

@@ -16,7 +16,7 @@ use super::{
     job::{GivenSettings, MAX_RATE},
 };
 use crate::{
-    backups::{BackupRequest, RequestedTarget, TargetImage, start_backup},
+    backups::{BackupRequest, BackupTargetRequest, TargetImage, start_backup},
     qmp::{
         arguments::QmpArguments,
         command::{QmpCommand, response},
@@ -78,7 +78,7 @@ impl QmpCommand for StartBackup {
         let request = BackupRequest {
             id: self.id,
             disk: self.disk,
-            target: RequestedTarget::Image(self.target),
+            target: BackupTargetRequest::Image(self.target),
             bitmap: self.bitmap,
             may_add_bitmap: true,
             keeps_marks: false,
@@ -154,7 +154,7 @@ impl QmpCommand for BlockdevBackup {
         let request = BackupRequest {
             id: Some(self.id),
             disk: self.disk,
-            target: RequestedTarget::Disk(self.target),
+            target: BackupTargetRequest::Disk(self.target),
             bitmap: self.bitmap,
             may_add_bitmap: false,
             keeps_marks: self.keeps_marks,
