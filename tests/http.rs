@@ -2,6 +2,7 @@
 
 mod changes;
 mod hostile;
+mod jobs;
 
 use std::{
     cell::Cell,

@@ -16,7 +16,9 @@ use serde_json::Value;
 use crate::{
     bench::{bench, interrupted, started},
     harness::{
-        DEADLINE, Scratch, Serve, TestClient, Weir, need, poll_until, qemu_img, search_path, text, weir,
+        DEADLINE, MIB, Scratch, Serve, TestClient, Weir, need,
+        operator::{run_ok, socket},
+        poll_until, qemu_img, search_path, text, weir,
     },
 };
 
@@ -297,6 +299,38 @@ fn throttled_seconds_name_the_cause() {
     assert!(page.value("weir_group_limited_seconds_total{group=\"outer\"}") > 0.1);
     assert_eq!(page.value("weir_disk_limit_operations_per_second{disk=\"own\",limit=\"iops-read\"}"), 4.0);
     assert_eq!(page.value("weir_group_limit_bytes_per_second{group=\"outer\",limit=\"bps-total\"}"), 10240.0);
+}
+
+#[test]
+fn jobs_have_metrics_until_they_conclude() {
+    let scratch = Scratch::new();
+    let image = scratch.filled("a.raw", MIB);
+    let config =
+        format!("[group.gold]\n[disk.vm1]\nimage = {:?}\nformat = \"raw\"\ngroup = \"gold\"\n", text(&image));
+    let config = scratch.file("weir.toml", config);
+    let root = scratch.path("");
+    let serve = Serve::new(&scratch).args(["--config", text(&config), "--image-root", text(&root)]);
+    let daemon = MetricsDaemon::start(&scratch, serve.args(["--qmp", &socket(&scratch)]));
+    let target = scratch.path("backup.raw");
+    run_ok(&scratch, &["backup", "vm1", "--to", text(&target), "--detach", "--bps-total", "64K"]);
+    let labels = "job_id=\"backup-vm1\",kind=\"backup\",disk=\"vm1\",group=\"gold\"";
+    let sample = |name: &str| format!("weir_job_{name}{{{labels}}}");
+    let state = |state: &str| format!("weir_job_state{{{labels},state=\"{state}\"}}");
+    let concluded =
+        |result: &str| format!("weir_jobs_concluded_total{{kind=\"backup\",result=\"{result}\"}}");
+    let page = daemon.until(|page| page.find(&sample("copied_bytes_total")).is_some_and(|bytes| bytes > 0.0));
+    assert_eq!((page.value(&state("running")), page.value(&state("paused"))), (1.0, 0.0));
+    assert_eq!(
+        (page.value(&sample("total_bytes")), page.value(&sample("old_data_bytes"))),
+        (MIB as f64, 0.0)
+    );
+    assert!(page.value(&sample("done_bytes")) >= page.value(&sample("copied_bytes_total")));
+    assert_eq!((page.value(&concluded("complete")), page.value(&concluded("cancelled"))), (0.0, 0.0));
+    run_ok(&scratch, &["job", "pause", "backup-vm1"]);
+    daemon.until(|page| page.find(&state("paused")) == Some(1.0));
+    run_ok(&scratch, &["job", "cancel", "backup-vm1"]);
+    let page = daemon.until(|page| page.find(&concluded("cancelled")) == Some(1.0));
+    assert_eq!((page.find(&sample("done_bytes")), page.value(&concluded("failed"))), (None, 0.0));
 }
 
 #[test]

@@ -9,7 +9,11 @@ use std::{env, fs, os::unix::fs::PermissionsExt as _};
 
 use serde_json::Value;
 
-use crate::harness::{Scratch, Serve, TestClient, text};
+use crate::harness::{
+    Scratch, Serve, TestClient,
+    operator::{run_ok, socket},
+    text,
+};
 
 const TOKEN: &str = "0123456789abcdef0123456789abcdef";
 /// Maximum number of requests per operation and phase: about a minute on an idle host.
@@ -33,11 +37,21 @@ parameters = { name = "gold" }
 fn serve(scratch: &Scratch) -> (crate::harness::Weir, String) {
     let token = scratch.file("token", format!("{TOKEN}\n"));
     fs::set_permissions(&token, fs::Permissions::from_mode(0o600)).unwrap();
-    let config = "[group.gold]\niops-total = 1000\n[disk.db]\nimage = \"memory:16M\"\ngroup = \"gold\"\n";
+    let image = scratch.filled("copied.raw", 1 << 20);
+    let config = format!(
+        "[group.gold]\niops-total = 1000\n[disk.db]\nimage = \"memory:16M\"\ngroup = \"gold\"\n\
+         [disk.copied]\nimage = {:?}\nformat = \"raw\"\n",
+        text(&image)
+    );
     let config = scratch.file("weir.toml", config);
+    let root = scratch.path("");
     let weir = Serve::new(scratch)
         .args(["--config", text(&config), "--http", "127.0.0.1:0", "--http-token-file", text(&token)])
+        .args(["--image-root", text(&root), "--qmp", &socket(scratch)])
         .start();
+    // A job that does not end meanwhile. Its disk has no clients, so previews do not replay it.
+    let target = scratch.path("backup.raw");
+    run_ok(scratch, &["backup", "copied", "--to", text(&target), "--detach", "--bps-total", "1"]);
     let line = weir.wait_for_log("page at=");
     let address = line.split_once("at=").unwrap().1.split(' ').next().unwrap().to_owned();
     (weir, address)

@@ -56,6 +56,11 @@ fn latency_targets_rates_for_each_gib_and_schedules_are_previewed() {
 }
 
 #[test]
+fn jobs_are_shown_until_they_conclude_unless_they_fail() {
+    scenario("jobs").succeeds();
+}
+
+#[test]
 fn appearance_and_accessibility() {
     scenario("looks").with_stdin(&json!(figures()).to_string()).succeeds();
 }

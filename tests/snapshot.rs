@@ -11,7 +11,7 @@ use std::{
 use serde_json::{Value, json};
 
 use crate::harness::{
-    self, MIB, Qmp, Scratch, Serve, TestClient, Weir, assert_contains, nbdsh_command,
+    self, LoopDevice, MIB, Qmp, Scratch, Serve, TestClient, Weir, assert_contains, nbdsh_command,
     operator::{find, run_failing, run_json, run_misused, run_ok, serve as serve_config, socket, status},
     pattern, poll_until, qemu_img, qemu_io, text,
 };
@@ -158,6 +158,140 @@ for number in range(1, 1 << 30):
     assert!(newest("a", 3) >= acknowledged && newest("b", 3) >= acknowledged, "flushed data is lost");
 }
 
+#[test]
+fn overlay_of_a_block_device_needs_a_file() {
+    let scratch = Scratch::new();
+    let device = LoopDevice::attach(&scratch.filled("a.raw", SIZE), 512);
+    let weir = Serve::new(&scratch)
+        .args([text(device.path()), "--format", "raw", "--name", "a", "--qmp", &socket(&scratch)])
+        .args(["--sandbox", "off"])
+        .start();
+    let refused = run_failing(&scratch, &["snapshot", "a"]);
+    assert_contains(&refused, &[text(device.path()), "is a block device", "--to FILE"]);
+    let beside = PathBuf::from(format!("{}.snap-1.qcow2", text(device.path())));
+    let refused = run_failing(&scratch, &["snapshot", "a", "--to", text(&beside)]);
+    assert_contains(&refused, &["is in the file system of /dev"]);
+    let mut qmp = Qmp::negotiated(&scratch.socket("qmp"));
+    let arguments = json!({ "device": "a", "snapshot-file": text(&beside) });
+    let (_, error) = qmp.command_error("blockdev-snapshot-sync", arguments);
+    assert_contains(&error, &["is in the file system of /dev"]);
+    let refused = run_failing(&scratch, &["backup", "a", "--to", text(&beside)]);
+    assert_contains(&refused, &["is in the file system of /dev"]);
+    assert!(!beside.exists() && chain(&scratch, "a").is_empty());
+    let overlay = scratch.path("o.qcow2");
+    run_ok(&scratch, &["snapshot", "a", "--to", text(&overlay)]);
+    weir.nbdsh("a", "h.pwrite(b'new!', 0); h.flush()");
+    weir.stop();
+    check(&overlay);
+    let [mode, of_device] =
+        [&overlay, device.path()].map(|path| fs::metadata(path).unwrap().permissions().mode());
+    assert_eq!(mode & 0o777, of_device & 0o666);
+}
+
+#[test]
+fn overlay_outside_of_the_image_root_is_refused() {
+    let (scratch, outside) = (Scratch::new(), Scratch::new());
+    let weir = serve(&scratch, &["--sandbox", "off"]);
+    let overlay = outside.path("o.qcow2");
+    let refused = run_failing(&scratch, &["snapshot", "a", "--to", text(&overlay)]);
+    assert_contains(&refused, &["lies outside of the image root"]);
+    assert!(!overlay.exists(), "nothing is left behind");
+    let mut qmp = Qmp::negotiated(&scratch.socket("qmp"));
+    let arguments = json!({ "device": "a", "snapshot-file": text(&overlay) });
+    let (_, error) = qmp.command_error("blockdev-snapshot-sync", arguments);
+    assert_contains(&error, &["cannot be created", "lies outside of the image root"]);
+    assert!(!overlay.exists() && chain(&scratch, "a").is_empty());
+    weir.stop();
+}
+
+#[test]
+fn caches_of_an_overlay_need_memory() {
+    let scratch = Scratch::new();
+    let image = scratch.path("a.qcow2");
+    qemu_img(["create", "-q", "-f", "qcow2", text(&image), "4T"]).succeeds();
+    let weir = Serve::new(&scratch)
+        .args([text(&image), "--format", "qcow2", "--name", "a", "--qmp", &socket(&scratch)])
+        .args(["--l2-cache-size", "128M", "--memory", "256M"])
+        .start();
+    let refused = run_failing(&scratch, &["snapshot", "a"]);
+    assert_contains(&refused, &["disk a: ", "its metadata caches", "--memory"]);
+    assert!(!scratch.path("a.snap-1.qcow2").exists() && chain(&scratch, "a").is_empty());
+    weir.nbdsh("a", "h.pwrite(b'new!', 0); h.flush()");
+    weir.stop();
+    check(&image);
+}
+
+#[test]
+fn disk_keeps_its_group_and_its_limits() {
+    let scratch = Scratch::new();
+    create_images(&scratch);
+    let file = config(&scratch);
+    let text_of_file = fs::read_to_string(&file).unwrap();
+    let limited = "\n[group.gold]\niops-total = 6000\n";
+    let keys =
+        "group = \"gold\"\nweight = 300\niops-total = 4000\niops-total-max = 5000\nprefetch = \"on\"\n";
+    fs::write(&file, format!("{text_of_file}{keys}{limited}")).unwrap();
+    let daemon = serve_config(&scratch, &file);
+    let settings = || {
+        let status = status(&scratch, "0");
+        let disk = find(&status, "disks", "a");
+        ["group", "limits", "weight", "cache"].map(|key| disk[key].clone())
+    };
+    let before = settings();
+    assert!(before[0] == "gold" && before[2] == 300, "{before:?}");
+    run_ok(&scratch, &["snapshot", "a", "--save"]);
+    assert_eq!(settings(), before);
+    let reloaded = run_json(&scratch, &["reload", "--json"]);
+    assert_eq!(reloaded.as_array().map(Vec::len), Some(0), "{reloaded}");
+    daemon.stop();
+}
+
+#[test]
+fn end_of_the_daemon_during_a_snapshot_leaves_a_valid_config() {
+    let scratch = Scratch::new();
+    create_images(&scratch);
+    let file = config(&scratch);
+    let daemon = serve_config(&scratch, &file);
+    nbdsh(&scratch, "h.pwrite(b'new!', 0); h.flush()");
+    // The daemon stops before the request.
+    let command = format!("f() {{ [ $1 = thaw ] || kill {}; }}; f", daemon.pid());
+    run_failing(&scratch, &["snapshot", "a", "--save", "--quiesce-command", &command]);
+    daemon.wait();
+    let saved = fs::read_to_string(&file).unwrap();
+    let has_overlay = saved.contains("a.snap-1.qcow2");
+    assert_eq!(has_overlay, scratch.path("a.snap-1.qcow2").exists(), "{saved}");
+    let daemon = serve_config(&scratch, &file);
+    nbdsh(&scratch, "assert h.pread(4, 0) == b'new!'");
+    run_ok(&scratch, &["snapshot", "a", "--save"]);
+    daemon.stop();
+}
+
+#[test]
+fn node_below_an_overlay_is_not_opened_again() {
+    let scratch = Scratch::new();
+    let weir = serve(&scratch, &["--sandbox", "off"]);
+    let mut qmp = Qmp::negotiated(&scratch.socket("qmp"));
+    let image = scratch.path("c.qcow2");
+    qemu_img(["create", "-q", "-f", "qcow2", text(&image), "1M"]).succeeds();
+    qmp.command("blockdev-add", json!({ "driver": "file", "node-name": "f", "filename": text(&image) }));
+    qmp.command("blockdev-add", json!({ "driver": "qcow2", "node-name": "q", "file": "f" }));
+    let overlay = scratch.path("o.qcow2");
+    let arguments = json!({ "device": "q", "snapshot-file": text(&overlay), "snapshot-node-name": "sn" });
+    qmp.command("blockdev-snapshot-sync", arguments);
+    for (node, expected) in [("q", "a snapshot has put"), ("sn", "in use"), ("f", "in use")] {
+        let (_, error) = qmp.command_error("blockdev-del", json!({ "node-name": node }));
+        assert_contains(&error, &[&format!("Block device {node} is in use"), expected]);
+    }
+    assert_eq!(chain(&scratch, "q"), ["o.qcow2", "c.qcow2"]);
+    qmp.command("x-weir-remove-disk", json!({ "name": "q" }));
+    check(&overlay);
+    // All names are free.
+    for node in ["f", "q", "sn"] {
+        qmp.command("blockdev-add", json!({ "driver": "null-co", "node-name": node, "size": 4096 }));
+    }
+    weir.stop();
+}
+
 /// A config file with the disk `a`.
 fn config(scratch: &Scratch) -> PathBuf {
     let text = format!(
@@ -183,7 +317,11 @@ fn saved_snapshot_survives_a_restart_and_a_reload() {
     let refused = run_failing(&scratch, &["snapshot", "a"]);
     assert_contains(&refused, &["the next start would open a.raw", "--save"]);
     assert!(!scratch.path("a.snap-1.qcow2").exists(), "nothing is left behind");
-    run_ok(&scratch, &["snapshot", "a", "--save"]);
+    let other = scratch.file("other.toml", &before);
+    let refused = run_failing(&scratch, &["snapshot", "a", "--save", "--config", text(&other)]);
+    assert_contains(&refused, &["the daemon was started with", "weir.toml"]);
+    assert!(!scratch.path("a.snap-1.qcow2").exists() && fs::read_to_string(&other).unwrap() == before);
+    run_ok(&scratch, &["snapshot", "a", "--save", "--config", text(&file)]);
     let saved = fs::read_to_string(&file).unwrap();
     assert_contains(&saved, &["image = \"a.snap-1.qcow2\" # ours", "format = \"qcow2\""]);
     nbdsh(&scratch, "h.pwrite(b'new!', 0); h.flush()");
@@ -219,6 +357,13 @@ fn upgrade_continues_the_chain() {
     let old = serve_config(&scratch, &file);
     run_ok(&scratch, &["snapshot", "a", "--save"]);
     nbdsh(&scratch, "h.pwrite(b'new!', 0)");
+    // A node with a name.
+    let named = scratch.path("named.qcow2");
+    let mut qmp = Qmp::negotiated(&scratch.socket("qmp"));
+    let arguments = json!({ "device": "a", "snapshot-file": text(&named), "snapshot-node-name": "sn" });
+    qmp.command("blockdev-snapshot-sync", arguments);
+    let saved = fs::read_to_string(&file).unwrap();
+    fs::write(&file, saved.replace("a.snap-1.qcow2", "named.qcow2")).unwrap();
     let new = Serve::new(&scratch)
         .args(["--config", text(&file), &format!("--takeover={}", socket(&scratch))])
         .at_given_addresses()
@@ -226,12 +371,18 @@ fn upgrade_continues_the_chain() {
     let (ended, log) = old.wait();
     assert!(ended.success(), "{log}");
     nbdsh(&scratch, "assert h.pread(4, 0) == b'new!'; h.pwrite(b'more', 4096)");
-    assert_eq!(chain(&scratch, "a"), ["a.snap-1.qcow2", "a.raw"]);
-    run_ok(&scratch, &["snapshot", "a", "--save"]);
+    assert_eq!(chain(&scratch, "a"), ["named.qcow2", "a.snap-1.qcow2", "a.raw"]);
+    // The node has its name still.
+    let mut qmp = Qmp::negotiated(&scratch.socket("qmp"));
+    let other = json!({ "driver": "null-co", "node-name": "sn", "size": 4096 });
+    qmp.command_error("blockdev-add", other);
+    let second = scratch.path("second.qcow2");
+    qmp.command("blockdev-snapshot-sync", json!({ "node-name": "sn", "snapshot-file": text(&second) }));
     nbdsh(&scratch, "assert h.pread(4, 0) == b'new!' and h.pread(4, 4096) == b'more'");
     new.stop();
-    check(&scratch.path("a.snap-1.qcow2"));
-    check(&scratch.path("a.snap-2.qcow2"));
+    for image in ["a.snap-1.qcow2", "named.qcow2", "second.qcow2"] {
+        check(&scratch.path(image));
+    }
 }
 
 #[test]
@@ -414,6 +565,11 @@ fn no_snapshot_is_taken_after_the_deadline() {
     let mut qmp = Qmp::negotiated(&scratch.socket("qmp"));
     let snapshot = |deadline_ms: u64| json!({ "snapshots": [{ "name": "b", "internal": "s" }], "deadline-ms": deadline_ms });
     let (_, error) = qmp.command_error("x-weir-snapshot", snapshot(0));
+    assert_contains(&error, &["the time for the snapshots is over"]);
+    // The earlier one of two deadlines.
+    let mut late = snapshot(600_000);
+    late["deadline-uptime-ms"] = 1.into();
+    let (_, error) = qmp.command_error("x-weir-snapshot", late);
     assert_contains(&error, &["the time for the snapshots is over"]);
     // The name is free, and the disk accepts changes.
     weir.nbdsh("b", "h.pwrite(b'new!', 0); h.flush()");

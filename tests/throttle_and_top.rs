@@ -238,6 +238,23 @@ fn top_draws_edits_suspends_and_restores_the_terminal() {
 }
 
 #[test]
+fn top_shows_a_job_until_it_is_cancelled() {
+    let scratch = Scratch::new();
+    let root = scratch.path("");
+    let weir = start(&scratch, &["--image-root", text(&root)]);
+    let target = scratch.path("a.raw");
+    weir.nbdsh("a", "h.pwrite(b'x' * (1 << 20), 0)");
+    run_ok(&scratch, &["backup", "a", "--to", text(&target), "--detach", "--bps-total", "1"]);
+    let socket = socket(&scratch);
+    let top = Terminal::weir(["top", "--interval", "100ms", "--qmp", &socket]);
+    top.wait_for("░");
+    top.wait_for("backup-a");
+    top.wait_for("bps-total");
+    run_ok(&scratch, &["job", "cancel", "backup-a"]);
+    top.wait_until_gone("backup-a");
+}
+
+#[test]
 fn top_waits_for_a_daemon_that_was_restarted() {
     let scratch = Scratch::new();
     let weir = start(&scratch, &[]);

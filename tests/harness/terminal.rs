@@ -73,6 +73,11 @@ impl Terminal {
     }
 
     #[track_caller]
+    pub(crate) fn wait_until_gone(&self, text: &str) {
+        self.wait_until(&format!("{text:?} is still drawn"), |shown| !shown.text.contains(text));
+    }
+
+    #[track_caller]
     pub(crate) fn wait_until_restored(&self) {
         self.wait_until("the screen was not restored", |shown| !shown.is_alternate);
     }

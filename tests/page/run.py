@@ -6,7 +6,7 @@ import importlib
 import sys
 from pathlib import Path
 
-SCENARIOS = ("sizes", "change", "restart", "crowded", "hostile", "sparse", "start", "looks", "targets")
+SCENARIOS = ("sizes", "change", "restart", "crowded", "hostile", "sparse", "start", "looks", "targets", "jobs")
 
 if __name__ == "__main__":
     scenario, weir = sys.argv[1], Path(sys.argv[2]).resolve()

@@ -4,9 +4,9 @@
 //! disk, a group and a device are always present, and null while they are unknown, so that a
 //! change never removes a member.
 
-use std::collections::BTreeMap;
+use std::{borrow::Cow, collections::BTreeMap};
 
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use serde_json::{Number, Value};
 
 use crate::{
@@ -30,6 +30,8 @@ pub struct Overview<'a> {
     pub groups: Vec<&'a ActivityObject>,
     /// [`DeviceActivity`] of each device.
     pub devices: Vec<&'a ActivityObject>,
+    /// [`JobReport`](crate::JobReport) of each job that is listed.
+    pub jobs: Vec<&'a ActivityObject>,
 }
 
 /// Changes since the previous overview or delta.
@@ -44,6 +46,8 @@ pub struct Delta {
     pub groups: Vec<ActivityObject>,
     /// Changed members of devices, each with its name.
     pub devices: Vec<ActivityObject>,
+    /// Changed jobs, each with all members.
+    pub jobs: Vec<ActivityObject>,
     /// Names of removed objects.
     #[serde(rename = "removed")]
     pub removed: RemovedNames,
@@ -53,8 +57,9 @@ impl Delta {
     /// True if nothing changed.
     pub fn is_empty(&self) -> bool {
         // Destructured, so that a new field cannot be forgotten here.
-        let Self { time_ms: _, disks, groups, devices, removed: gone } = self;
-        [disks, groups, devices].iter().all(|changed| changed.is_empty()) && *gone == RemovedNames::default()
+        let Self { time_ms: _, disks, groups, devices, jobs, removed: gone } = self;
+        [disks, groups, devices, jobs].iter().all(|changed| changed.is_empty())
+            && *gone == RemovedNames::default()
     }
 }
 
@@ -67,6 +72,8 @@ pub struct RemovedNames {
     pub groups: Vec<String>,
     /// Devices.
     pub devices: Vec<String>,
+    /// Ids of jobs.
+    pub jobs: Vec<String>,
 }
 
 /// Members of one of the types below, by name.
@@ -175,16 +182,16 @@ pub struct MemberActivity {
     pub buckets: BTreeMap<&'static str, BucketActivity>,
 }
 
-/// The limit that requests wait for.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+/// The limit that requests of a disk, a group or a job wait for.
+#[derive(Clone, Debug, Default, Deserialize, PartialEq, Eq, Serialize)]
+#[serde(default)]
 pub struct ThrottleCause {
-    /// `disk`, `group` for the group of the disk, or `above` for a group around that.
-    #[serde(rename = "level")]
-    pub level: &'static str,
-    /// Name of the disk or group that has the limit.
+    /// `disk`, `group` for the group of the disk, `above` for a group around that, or `job`.
+    pub level: Cow<'static, str>,
+    /// Name of the disk or group that has the limit, or id of the job.
     pub name: String,
     /// The limit.
-    pub limit: &'static str,
+    pub limit: Cow<'static, str>,
 }
 
 /// Completed requests of one direction.

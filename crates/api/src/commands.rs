@@ -3,6 +3,8 @@
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
+use crate::ThrottleCause;
+
 /// Event: an entry of the result of `x-weir-query-events`, and the data of `X_WEIR_EVENT`.
 #[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
 #[serde(rename_all = "kebab-case")]
@@ -174,12 +176,17 @@ pub struct RecordingStatus {
 pub struct JobReport {
     /// Its id.
     pub id: String,
-    /// Its kind: `backup`.
+    /// Its kind, such as `backup`.
     pub kind: String,
     /// Name of the disk.
     pub disk: String,
-    /// Target, as given.
+    /// Group of the disk. Absent without one.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub group: Option<String>,
+    /// Target, as given; the image of the disk if the job writes to that.
     pub target: String,
+    /// Format of the target: `raw` or `qcow2`.
+    pub format: String,
     /// `created`, `running`, `paused`, `ready`, `aborting` or `concluded`.
     pub state: String,
     /// Bytes that are done.
@@ -188,6 +195,10 @@ pub struct JobReport {
     pub total_bytes: u64,
     /// Bytes that were copied as data, without zeroes.
     pub copied_bytes: u64,
+    /// Bytes of old data that wait for the target. Absent unless the job keeps the content of an
+    /// instant and has not concluded.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub old_data_bytes: Option<u64>,
     /// Time for which it has been running, without pauses.
     pub running_ns: u64,
     /// Bytes copied per second of that time.
@@ -204,15 +215,31 @@ pub struct JobReport {
     /// Its weight. Absent if it uses spare capacity only.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub weight: Option<u32>,
+    /// The limit that it waits for, or has waited for in the last second. Without a weight, the
+    /// limit that has no spare capacity.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub throttle_cause: Option<ThrottleCause>,
     /// True if it was cancelled and has concluded.
     #[serde(rename = "cancelled", skip_serializing_if = "std::ops::Not::not")]
     pub is_cancelled: bool,
     /// Reason why it has failed.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub error: Option<String>,
+    /// Condition that delays it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub remark: Option<String>,
+    /// True if an operator has completed it, and it has not ended.
+    #[serde(rename = "completing", skip_serializing_if = "std::ops::Not::not")]
+    pub is_completing: bool,
+    /// True if it has moved its disk to the target.
+    #[serde(rename = "switched", skip_serializing_if = "std::ops::Not::not")]
+    pub is_switched: bool,
+    /// Time for which clients' changes have waited for that move, in nanoseconds.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub pause_ns: Option<u64>,
 }
 
-/// Job that was started: the result of `x-weir-backup`.
+/// Job that was started: the result of `x-weir-backup`, `x-weir-mirror` and `x-weir-stream`.
 #[derive(Clone, Debug, Default, Deserialize, PartialEq, Eq, Serialize)]
 pub struct StartedJob {
     /// Its id.

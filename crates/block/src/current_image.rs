@@ -15,10 +15,16 @@
 
 use std::{
     ops::Deref,
-    sync::{Arc, Mutex, MutexGuard, PoisonError, Weak},
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError, Weak,
+        atomic::{
+            AtomicU64,
+            Ordering::{Acquire, Release},
+        },
+    },
 };
 
-use arc_swap::ArcSwapOption;
+use arc_swap::{ArcSwapOption, Guard};
 
 use image::Image;
 use storage::epoch_gate::{slot_of_thread, slots};
@@ -27,7 +33,22 @@ use storage::epoch_gate::{slot_of_thread, slots};
 #[derive(Debug)]
 pub(crate) struct CurrentImage {
     slots: Box<[ArcSwapOption<ImageHandle>]>,
+    /// Number of replacements that have completed.
+    replacements: AtomicU64,
     images: Mutex<DiskImages>,
+}
+
+/// The image, for requests of one batch that do not wait. See [`CurrentImage::for_batch`].
+#[derive(Debug)]
+pub(crate) struct BatchImage {
+    handle: Guard<Option<Arc<ImageHandle>>>,
+    replacements: u64,
+}
+
+impl BatchImage {
+    pub(crate) fn image(&self) -> &Image {
+        self.handle.as_deref().expect("filled by `for_batch`")
+    }
 }
 
 #[derive(Debug)]
@@ -54,6 +75,7 @@ impl CurrentImage {
     pub(crate) fn new(image: Image) -> Self {
         Self {
             slots: (0..slots()).map(|_| ArcSwapOption::empty()).collect(),
+            replacements: AtomicU64::new(0),
             images: Mutex::new(DiskImages { current: Arc::new(image), replaced: Vec::new() }),
         }
     }
@@ -72,6 +94,26 @@ impl CurrentImage {
             Some(handle) => look(handle),
             None => look(&self.fill(slot)),
         }
+    }
+
+    /// The image, for a batch of requests that do not wait and have all been taken from their
+    /// client. A change must check [`CurrentImage::is_current`] after it has passed the gate.
+    pub(crate) fn for_batch(&self) -> BatchImage {
+        // Loaded before the image, and increased after the slots have been cleared: so the image is
+        // at least as new as the count.
+        let replacements = self.replacements.load(Acquire);
+        let handle = self.slot().load();
+        let handle = match *handle {
+            Some(_) => handle,
+            None => Guard::from_inner(Some(self.fill(self.slot()))),
+        };
+        BatchImage { handle, replacements }
+    }
+
+    /// True if `image` has not been replaced. A replacement in progress is not noticed: the gate
+    /// excludes it.
+    pub(crate) fn is_current(&self, image: &BatchImage) -> bool {
+        self.replacements.load(Acquire) == image.replacements
     }
 
     /// The image, for callers that keep it or are rare.
@@ -96,6 +138,7 @@ impl CurrentImage {
         images.replaced.push(Arc::downgrade(&old));
         // Under the lock: a concurrent `fill` must not put the old image back.
         self.slots.iter().for_each(|slot| slot.store(None));
+        self.replacements.fetch_add(1, Release);
         old
     }
 
@@ -146,6 +189,19 @@ mod tests {
             assert_eq!(Arc::strong_count(&old), 2, "the request in flight");
             drop(in_flight);
             assert_eq!(Arc::strong_count(&old), 1, "no slot has it");
+        });
+    }
+
+    #[test]
+    fn batches_notice_a_replacement() {
+        sim::run(1, async {
+            let current = CurrentImage::new(image(512));
+            let batch = current.for_batch();
+            assert!(current.is_current(&batch));
+            current.replace(Arc::new(image(1024)));
+            assert_eq!((batch.image().size_bytes(), current.is_current(&batch)), (512, false));
+            let later = current.for_batch();
+            assert_eq!((later.image().size_bytes(), current.is_current(&later)), (1024, true));
         });
     }
 

@@ -15,13 +15,16 @@
 //! to the thread that made it.
 
 mod bitmaps;
+mod chain;
 mod changes;
 mod counters;
 mod failures;
 mod handover;
+mod instant;
 mod latency_meter;
 mod size;
 mod switch;
+mod tracking;
 mod unresponsive;
 mod upgrade;
 mod zeroes;
@@ -38,9 +41,10 @@ use failures::RequestInfo;
 pub use failures::{CancelToken, ErrorPolicies, Errors, Failures, OnError, RequestFailure};
 use handover::Handover;
 pub use handover::HoldError;
+pub use instant::InstantDisk;
 use latency_meter::InFlightRequests;
 pub use latency_meter::{LatencyMeter, MeasuredRequests, MeterMode};
-pub use unresponsive::FilesClosed;
+pub use tracking::TrackedDisk;
 pub use upgrade::UpgradeRefusal;
 pub use zeroes::DetectZeroes;
 
@@ -56,7 +60,6 @@ use image::{ChainDepthRun, Image};
 use reactor::{
     buffer::{ReadTarget, Segments},
     error::{Error, Result},
-    guest::GuestBytes,
     log_rate_limit::LogRateLimit,
     memory::{MemoryAccount, MemoryBudget, OutOfBudget},
     ublk::RegisteredData,
@@ -91,6 +94,8 @@ pub struct Disk {
     detect_zeroes: DetectZeroes,
     shrink_log: LogRateLimit,
     resized: Arc<Event>,
+    /// Number of changes of the size that have begun.
+    size_changes: AtomicU64,
     recording: RecordingSwitch,
     measures: OnceLock<Arc<Measures>>,
     latency_meter: LatencyMeter,
@@ -145,6 +150,11 @@ impl AdmissionTimes {
 }
 
 impl AdmissionPermit {
+    /// Not recorded, and without latencies: it is no request of a client.
+    fn background() -> Self {
+        Self { requests: 1, cancel_token: None, times: None, lengths: None, _in_flight: None }
+    }
+
     /// Attaches a cancel token: if the disk stops, the request waits only until it is cancelled.
     pub fn with_cancel_token(self, cancel_token: &Arc<CancelToken>) -> Self {
         Self { cancel_token: Some(Arc::clone(cancel_token)), ..self }
@@ -186,6 +196,7 @@ impl Disk {
             detect_zeroes: DetectZeroes::default(),
             shrink_log: LogRateLimit::default(),
             resized: Arc::default(),
+            size_changes: AtomicU64::new(0),
             recording: RecordingSwitch::default(),
             measures: OnceLock::new(),
             latency_meter: LatencyMeter::default(),
@@ -449,69 +460,15 @@ impl Disk {
         }
         let range = (offset, buffer.bytes() as u64);
         let attempt = async || {
-            let (_change, image) = self.begin_change(range.0, range.1).await;
+            let (change, image) = self.begin_change(range.0, range.1).await;
             let writing = image.write_registered(offset, buffer, durability);
-            self.prefetch.change(range.0, range.1, writing).await
+            change.end(self.prefetch.change(range.0, range.1, writing).await)
         };
         if self.may_wait() {
             return Box::pin(self.run_until_done(DiskOperation::Write, range, &permit, attempt)).await;
         }
         let result = attempt().await;
         self.finish_once(DiskOperation::Write, range, &permit, result)
-    }
-
-    /// True if reads and writes wait for nothing but limits: see [`Disk::read_now`].
-    pub fn is_instant(&self) -> bool {
-        !self.may_wait()
-            && !self.prefetch.is_on()
-            && !self.copy_before_write.is_active()
-            && self.detect_zeroes == DetectZeroes::Off
-            && self.image.with(Image::is_instant)
-    }
-
-    /// As [`Disk::admit`], for a batch of requests, without waiting. Calls `on_decision` for each
-    /// in order, with a permit if it is admitted and charged, else `None`.
-    pub fn try_admit_batch(
-        &self,
-        requests: impl Iterator<Item = (Direction, RequestCost)>,
-        mut on_decision: impl FnMut(Option<AdmissionPermit>),
-    ) {
-        let times = self.clock().map(AdmissionTimes::at);
-        self.member.try_admit_batch(requests, |cost, is_admitted| {
-            on_decision(is_admitted.then(|| AdmissionPermit {
-                requests: cost.requests(),
-                cancel_token: None,
-                times,
-                lengths: None,
-                // The request completes before anything can observe it.
-                _in_flight: None,
-            }));
-        });
-    }
-
-    /// As [`Disk::read_to`], synchronously; `None` if the disk is not [instant](Disk::is_instant).
-    pub fn read_now(&self, permit: &AdmissionPermit, offset: u64, into: &[GuestBytes]) -> Option<Result<()>> {
-        let length = into.iter().map(GuestBytes::bytes).sum::<usize>() as u64;
-        let result = self.image.with(|image| image.read_now(offset, into))?;
-        Some(self.finish_once(DiskOperation::Read, (offset, length), permit, result))
-    }
-
-    /// As [`Disk::write`], synchronously; `None` if the disk is not [instant](Disk::is_instant).
-    pub fn write_now(
-        &self,
-        permit: &AdmissionPermit,
-        offset: u64,
-        from: &[GuestBytes],
-    ) -> Option<Result<()>> {
-        let length = from.iter().map(GuestBytes::bytes).sum::<usize>() as u64;
-        // Another thread may have begun a point in time, or switched the image, since `is_instant`
-        // returned true.
-        let _change = self.copy_before_write.try_enter()?;
-        // The change begins before the write and ends after it, so that no reader caches old data.
-        let change = self.prefetch.begin_change(offset, length);
-        let result = self.image.with(|image| image.write_now(offset, from));
-        self.prefetch.end_change(change);
-        Some(self.finish_once(DiskOperation::Write, (offset, length), permit, result?))
     }
 
     fn prefetched(
@@ -552,17 +509,18 @@ impl Disk {
             return Box::pin(self.write_detected_zeroes(&permit, (offset, length), durability)).await;
         }
         if !self.may_wait() {
-            let (_change, image) = self.begin_change(offset, length).await;
-            let change = self.prefetch.begin_change(offset, length);
+            let (change, image) = self.begin_change(offset, length).await;
+            let prefetched = self.prefetch.begin_change(offset, length);
             let result = image.write(offset, data, durability).await;
-            self.prefetch.end_change(change);
+            self.prefetch.end_change(prefetched);
+            let result = change.end(result);
             return self.finish_once(DiskOperation::Write, (offset, length), &permit, result);
         }
         // `data` is duplicated, so that the write can be repeated after the disk is resumed.
         let write = async || {
-            let (_change, image) = self.begin_change(offset, length).await;
+            let (change, image) = self.begin_change(offset, length).await;
             let writing = image.write(offset, data.duplicate(), durability);
-            self.prefetch.change(offset, length, writing).await
+            change.end(self.prefetch.change(offset, length, writing).await)
         };
         Box::pin(self.run_until_done(DiskOperation::Write, (offset, length), &permit, write)).await
     }
@@ -634,8 +592,8 @@ impl Disk {
                 return Ok(());
             }
             // A discard is a hint: not executed if its old data cannot be kept.
-            let Some((_change, image)) = self.begin_discard(offset, length).await else { return Ok(()) };
-            self.prefetch.change(offset, length, image.discard(offset, length)).await
+            let Some((change, image)) = self.begin_discard(offset, length).await else { return Ok(()) };
+            change.end(self.prefetch.change(offset, length, image.discard(offset, length)).await)
         };
         self.run_until_done(DiskOperation::Discard, (offset, length), &permit, discard).await?;
         // Storage has no durable discard: a flush follows instead.
@@ -668,7 +626,7 @@ impl Disk {
     /// Closes the disk: stops reading ahead, and writes the format's cached metadata. Must be the
     /// last call.
     pub async fn close(&self) -> Result<()> {
-        self.fail_point_in_time(PointFailure::Closed);
+        self.fail_job(PointFailure::Closed);
         self.prefetch.stop().await;
         if self.is_released() {
             return Ok(());

@@ -111,6 +111,11 @@ impl DiskAssembly {
         ImageOptions { backing: BackingChoice::Nothing, ..options }
     }
 
+    /// Options for an image that a disk with this config is moved to.
+    pub(crate) fn target_options(&self, config: &DiskConfig) -> ImageOptions {
+        image_options(config, &self.budgets, self.root.clone(), Vec::new())
+    }
+
     async fn read_secrets(&mut self, sources: &[SecretSource]) -> anyhow::Result<Vec<Secret>> {
         // The cache moves to the blocking thread and back; it must outlive this call, as another
         // disk may use the same source.

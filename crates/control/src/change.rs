@@ -5,6 +5,7 @@ use std::rc::Rc;
 
 use api::JobReport;
 use block::disk::RequestFailure;
+use policy::request::Direction;
 
 /// Change of the running state.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -24,6 +25,10 @@ pub enum RegistryChange {
     SettingsChanged { name: String },
     /// The state of a job changed; `state` is its name.
     JobChanged { id: String, state: &'static str },
+    /// I/O of a job has failed, which ends it.
+    JobIoFailed { id: String, direction: Direction },
+    /// A job is ready to be completed.
+    JobReady { job: Box<JobReport> },
     /// A job has concluded.
     JobEnded { job: Box<JobReport> },
     /// A reload finished: applied or rolled back.

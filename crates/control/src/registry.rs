@@ -49,8 +49,8 @@ pub use disks::DiskRegistry;
 pub(crate) use exports::EndpointParameters;
 pub use exports::ExportRegistry;
 pub use groups::GroupRegistry;
-pub(crate) use jobs::StartingJob;
 pub use jobs::{JobRegistry, RunningJob, await_ends};
+pub(crate) use jobs::{StartingJob, SwitchTarget};
 pub use lifecycle::Lifecycle;
 use name_map::NameMap;
 #[cfg(test)]

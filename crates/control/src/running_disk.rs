@@ -71,14 +71,14 @@ impl RunningDisk {
         self.config.borrow()
     }
 
-    /// Changes the image in the config, after the disk was switched to an overlay.
-    pub(crate) fn set_image(&self, image: ImageLocation) {
+    /// Changes the image in the config, after the disk was switched to it.
+    pub(crate) fn set_image(&self, image: ImageLocation, format: ImageFormat) {
         let mut config = self.config.borrow_mut();
-        (config.image, config.format) = (image, Some(ImageFormat::Qcow2));
+        (config.image, config.format) = (image, Some(format));
         self.is_switched.set(true);
     }
 
-    /// True if a snapshot has replaced the image that the disk was added with.
+    /// True if a snapshot or a mirror has replaced the image that the disk was added with.
     pub(crate) fn is_switched(&self) -> bool {
         self.is_switched.get()
     }

@@ -14,7 +14,12 @@
 mod created;
 mod instant;
 
-use std::{collections::BTreeSet, path::absolute, rc::Rc, sync::Arc};
+use std::{
+    collections::BTreeSet,
+    path::{Path, absolute},
+    rc::Rc,
+    sync::Arc,
+};
 
 use anyhow::{Context as _, bail, ensure};
 use api::{TakenSnapshot, TakenSnapshots};
@@ -27,7 +32,7 @@ use image::{
 use policy::time::Instant;
 use reactor::operation::PassedFd;
 use settings::ImageLocation;
-use storage::{ImageFormat, Storage};
+use storage::{CacheMode, ImageFormat, Storage};
 
 use crate::{
     assemble::DiskAssembly,
@@ -182,6 +187,20 @@ async fn prepare(
     Ok(prepared)
 }
 
+/// Fails if the disk cannot continue on the image of a node, because that has another cache mode:
+/// clients learn when they connect whether they must flush.
+pub(crate) fn check_cache(node: &str, cache: CacheMode, running: &RunningDisk) -> anyhow::Result<()> {
+    let needed = running.config().cache;
+    ensure!(
+        cache == needed,
+        "node {node}: it has the cache mode {}, and the disk {} has {} (add it with the same cache options)",
+        cache.name(),
+        running.disk.name(),
+        needed.name()
+    );
+    Ok(())
+}
+
 /// Takes a disk out of the registry, whose image becomes an overlay.
 async fn take_node(
     registry: &Rc<Registry>,
@@ -191,19 +210,13 @@ async fn take_node(
 ) -> anyhow::Result<PreparedOverlay> {
     let found = registry.disks.get(node)?;
     let (image, location) = (found.disk.image(), found.config().image.clone());
-    let (cache, needed) = (found.config().cache, running.config().cache);
+    let cache = found.config().cache;
     ensure!(
         !found.disk.has_handover(),
         "node {node}: handover: its image may pass to another process at any time (add it without handover)"
     );
     drop(found);
-    ensure!(
-        cache == needed,
-        "node {node}: it has the cache mode {}, and the disk {} has {} (add it with the same cache options)",
-        cache.name(),
-        running.disk.name(),
-        needed.name()
-    );
+    check_cache(node, cache, running)?;
     let qcow2 = check_overlay(&location.to_string(), &image, below).await?.clone();
     ensure!(
         Arc::ptr_eq(&registry.disks.get(node)?.disk.image(), &image),
@@ -234,8 +247,8 @@ fn roll_back(registry: &Rc<Registry>, PreparedSnapshot { running, kind, .. }: Pr
     }
 }
 
-/// Fails if the state of the disk does not permit a snapshot.
-fn check_disk(running: &RunningDisk, image: &Image) -> anyhow::Result<()> {
+/// Fails if the state of the disk does not permit that its image is replaced.
+pub(crate) fn check_disk(running: &RunningDisk, image: &Image) -> anyhow::Result<()> {
     let disk = &running.disk;
     let name = disk.name();
     ensure!(
@@ -248,7 +261,7 @@ fn check_disk(running: &RunningDisk, image: &Image) -> anyhow::Result<()> {
 }
 
 /// As [`check_disk`], for what may have changed since.
-fn check_state(running: &RunningDisk, image: &Image) -> anyhow::Result<()> {
+pub(crate) fn check_state(running: &RunningDisk, image: &Image) -> anyhow::Result<()> {
     let name = running.disk.name();
     ensure!(
         running.disk.failures().stopped_by().is_none(),
@@ -289,7 +302,7 @@ fn check_base(running: &RunningDisk, image: &Image) -> anyhow::Result<()> {
 }
 
 /// Fails if an export depends on the image that the disk has now.
-fn check_exports(registry: &Registry, disk: &str) -> anyhow::Result<()> {
+pub(crate) fn check_exports(registry: &Registry, disk: &str) -> anyhow::Result<()> {
     ensure!(
         !registry.exports.is_opening_device(disk),
         "disk {disk}: a block device of this host is being created for it (try again)"
@@ -335,12 +348,15 @@ async fn open(
     descriptor: Option<PassedFd>,
 ) -> anyhow::Result<Image> {
     let name = running.disk.name();
-    ensure!(
-        overlay.path().is_some(),
-        "disk {name}: {overlay}: an overlay is a file (give the path of a qcow2 image)"
-    );
+    let path = overlay.path().map(Path::to_owned).with_context(|| {
+        format!("disk {name}: {overlay}: an overlay is a file (give the path of a qcow2 image)")
+    })?;
     if descriptor.is_none() {
         registry.check_image(overlay).await?;
+    } else if let Some(root) = registry.image_root().cloned() {
+        // A start opens it by its path.
+        let checked = reactor::run_blocking(move || root.check(&path)).await;
+        checked.with_context(|| format!("disk {name}"))?;
     }
     let options = DiskAssembly::for_registry(registry).overlay_options(&running.current_config(), descriptor);
     let spec = overlay.to_spec()?;
@@ -380,12 +396,12 @@ fn note_switch(registry: &Registry, PreparedSnapshot { running, kind, .. }: &Pre
     let PreparedKind::External(PreparedOverlay { location, nodes, caches, taken, .. }) = kind else {
         return image;
     };
-    running.set_image(location.clone());
+    running.set_image(location.clone(), ImageFormat::Qcow2);
     if taken.is_some() {
         running.caches.set(*caches);
     }
     registry.disks.add_overlay_nodes(running, nodes.clone());
-    registry.note_switched_image(running.disk.name(), location);
+    registry.note_switched_image(running.disk.name(), location, ImageFormat::Qcow2);
     image
 }
 
@@ -436,14 +452,14 @@ async fn conclude(
 }
 
 impl Registry {
-    /// Makes the overlay the image of the disk in the config in force, so that a reload compares
-    /// the file with it.
-    fn note_switched_image(&self, disk: &str, overlay: &ImageLocation) {
+    /// Makes the new image that of the disk in the config in force, so that a reload compares the
+    /// file with it.
+    pub(crate) fn note_switched_image(&self, disk: &str, image: &ImageLocation, format: ImageFormat) {
         let mut loaded = self.loaded.borrow_mut();
         let Some(config) = loaded.as_deref() else { return };
         let Some(at) = config.plan.disks.iter().position(|planned| planned.name == disk) else { return };
         let mut plan = (*config.plan).clone();
-        (plan.disks[at].image, plan.disks[at].format) = (overlay.clone(), Some(ImageFormat::Qcow2));
+        (plan.disks[at].image, plan.disks[at].format) = (image.clone(), Some(format));
         *loaded = Some(Rc::new(LoadedConfig { plan: Rc::new(plan), ..config.clone() }));
     }
 }

@@ -278,7 +278,10 @@ impl EventWatch {
             RegistryChange::Failed { disk, failure } => self.report_failure(registry, disk, failure),
             RegistryChange::Resumed { .. } => self.report_resumed(registry),
             // Jobs report their own events.
-            RegistryChange::JobChanged { .. } | RegistryChange::JobEnded { .. } => {}
+            RegistryChange::JobChanged { .. }
+            | RegistryChange::JobReady { .. }
+            | RegistryChange::JobIoFailed { .. }
+            | RegistryChange::JobEnded { .. } => {}
             RegistryChange::ExportDeleted { .. } | RegistryChange::Stopped => {}
         }
     }

@@ -166,13 +166,21 @@ impl ActivityWatch {
         Ok(state)
     }
 
-    /// Serialized overview. Limits collections to a tenth of the time, for any number of requests.
+    /// Collects the figures in a tenth of the time at most, for any number of requests.
+    ///
+    /// # Errors
+    /// Fails if the main thread does not answer.
+    pub(super) async fn refresh_by_load(&self) -> Result<MutexGuard<'_, WatchState>, NoAnswer> {
+        let age = self.state.lock().await.age;
+        self.refresh(age).await
+    }
+
+    /// Serialized overview.
     ///
     /// # Errors
     /// Fails if the main thread does not answer.
     pub(super) async fn overview_json(&self) -> Result<Bytes, NoAnswer> {
-        let age = self.state.lock().await.age;
-        let mut state = self.refresh(age).await?;
+        let mut state = self.refresh_by_load().await?;
         if let Some(body) = &state.overview {
             return Ok(body.clone());
         }
@@ -193,6 +201,7 @@ impl ActivityWatch {
             disks: objects.disks.values().collect(),
             groups: objects.groups.values().collect(),
             devices: objects.devices.values().collect(),
+            jobs: objects.jobs.values().collect(),
         }
     }
 
@@ -279,8 +288,10 @@ impl WatchState {
         let (disks, gone_disks) = changes(&self.objects.disks, &objects.disks);
         let (groups, gone_groups) = changes(&self.objects.groups, &objects.groups);
         let (devices, gone_devices) = changes(&self.objects.devices, &objects.devices);
-        let removed = RemovedNames { disks: gone_disks, groups: gone_groups, devices: gone_devices };
-        Delta { time_ms: objects.time_ms, disks, groups, devices, removed }
+        let (jobs, gone_jobs) = changed_jobs(&self.objects.jobs, &objects.jobs);
+        let removed =
+            RemovedNames { disks: gone_disks, groups: gone_groups, devices: gone_devices, jobs: gone_jobs };
+        Delta { time_ms: objects.time_ms, disks, groups, devices, jobs, removed }
     }
 }
 
@@ -320,6 +331,17 @@ fn changes(
     (changed.collect(), removed.collect())
 }
 
+/// Changed jobs, complete, since members that do not apply are absent; and ids of jobs that are not
+/// listed any more.
+fn changed_jobs(
+    before: &BTreeMap<Arc<str>, ActivityObject>,
+    after: &BTreeMap<Arc<str>, ActivityObject>,
+) -> (Vec<ActivityObject>, Vec<String>) {
+    let changed = after.iter().filter(|(id, job)| before.get(*id) != Some(*job));
+    let removed = before.keys().filter(|id| !after.contains_key(*id)).map(ToString::to_string);
+    (changed.map(|(_, job)| job.clone()).collect(), removed.collect())
+}
+
 #[cfg(test)]
 mod tests {
     use serde_json::json;
@@ -350,7 +372,20 @@ mod tests {
             objects(&[("a", json!({"name": "a", "x": 1, "y": null})), ("c", json!({"name": "c", "x": 0}))]);
         let delta = serde_json::to_value(state.delta(&after)).unwrap();
         assert_eq!(delta["disks"], json!([{"name": "a", "y": null}, {"name": "c", "x": 0}]));
-        assert_eq!(delta["removed"], json!({"disks": ["b"], "groups": [], "devices": []}));
+        assert_eq!(delta["removed"], json!({"disks": ["b"], "groups": [], "devices": [], "jobs": []}));
+    }
+
+    #[test]
+    fn changed_jobs_are_sent_with_all_members() {
+        let jobs =
+            |jobs: &[(&str, Value)]| ActivityObjects { jobs: objects(jobs).disks, ..Default::default() };
+        let running = json!({"id": "a", "state": "running", "remaining-s": 1});
+        let mut state = WatchState::default();
+        state.send_changes(jobs(&[("a", running.clone()), ("b", json!({"id": "b"}))]));
+        assert!(state.delta(&jobs(&[("a", running), ("b", json!({"id": "b"}))])).is_empty());
+        let ended = json!({"id": "a", "state": "concluded"});
+        let delta = serde_json::to_value(state.delta(&jobs(&[("a", ended.clone())]))).unwrap();
+        assert_eq!((&delta["jobs"], &delta["removed"]["jobs"]), (&json!([ended]), &json!(["b"])));
     }
 
     #[test]

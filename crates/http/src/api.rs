@@ -58,6 +58,7 @@ pub(super) fn router(site: Arc<PageState>, guard: Arc<AccessGuard>) -> Router {
         .route("/", get(assets::index))
         .route("/assets/{name}", get(assets::asset))
         .route("/api/v1/overview", get(overview))
+        .route("/api/v1/jobs", get(jobs))
         .route("/api/v1/stream", get(stream))
         .route("/api/v1/events", get(events))
         .route("/api/v1/openapi.json", get(openapi))
@@ -100,6 +101,13 @@ async fn events(State(site): State<Arc<PageState>>, uri: Uri) -> Response {
 async fn overview(State(site): State<Arc<PageState>>) -> Response {
     match site.watch.overview_json().await {
         Ok(body) => serialized_response(body),
+        Err(why) => unavailable_response(why),
+    }
+}
+
+async fn jobs(State(site): State<Arc<PageState>>) -> Response {
+    match site.watch.refresh_by_load().await {
+        Ok(state) => json_response(&state.objects.jobs.values().collect::<Vec<_>>()),
         Err(why) => unavailable_response(why),
     }
 }

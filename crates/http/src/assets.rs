@@ -36,6 +36,7 @@ const ALL: &[(&str, &str, &[u8])] = files![
     "figures.js": JS,
     "history.js": JS,
     "icon.svg": SVG,
+    "jobs.js": JS,
     "limits.js": JS,
     "live.js": JS,
     "main.js": JS,

@@ -8,7 +8,6 @@
 
 use std::{fmt, sync::Arc, time::Duration};
 
-use api::JobReport;
 use block::measures::{CauseLevel, HistogramSnapshot, OperationClass};
 use policy::{
     prefetch,
@@ -21,6 +20,7 @@ use prometheus_client::{collector::Collector, encoding::DescriptorEncoder};
 use super::{
     cgroup_metrics::CgroupMetrics,
     family_writer::{FamilyWriter, SampleLabels},
+    job_metrics,
     labels::{direction_label, level_label, limit_label},
     process_metrics::ProcessMetrics,
     snapshot::{DaemonSnapshot, DiskFigures, ExportFigures, RecordingFigures, ThrottleFigures},
@@ -95,22 +95,8 @@ impl MetricFamilies {
         self.memory(to)?;
         self.events(to)?;
         self.recordings(to)?;
-        self.jobs(to)?;
+        job_metrics::write(to, snapshot)?;
         self.connections(to)
-    }
-
-    fn jobs(&self, to: &mut FamilyWriter<'_>) -> fmt::Result {
-        // A disk has one running job at most.
-        let rows = |value: fn(&JobReport) -> u64| {
-            let jobs = self.snapshot.jobs.iter();
-            jobs.map(move |job| ([("disk", &*job.disk)], value(job)))
-        };
-        let help = "Bytes of the disk that its running job has done.";
-        to.gauges("weir_job_done_bytes", help, rows(|job| job.done_bytes))?;
-        let help = "Bytes of a disk with a running job.";
-        to.gauges("weir_job_total_bytes", help, rows(|job| job.total_bytes))?;
-        let help = "Bytes that the running job of a disk has copied as data.";
-        to.gauges("weir_job_copied_bytes", help, rows(|job| job.copied_bytes))
     }
 
     fn memory(&self, to: &mut FamilyWriter<'_>) -> fmt::Result {

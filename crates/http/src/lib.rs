@@ -24,6 +24,7 @@ mod connections;
 mod families;
 mod family_writer;
 mod history;
+mod job_metrics;
 mod json_members;
 mod labels;
 mod limit_lines;

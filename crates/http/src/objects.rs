@@ -59,6 +59,8 @@ pub(super) struct ActivityObjects {
     pub(super) disks: BTreeMap<Arc<str>, ActivityObject>,
     pub(super) groups: BTreeMap<Arc<str>, ActivityObject>,
     pub(super) devices: BTreeMap<Arc<str>, ActivityObject>,
+    /// By id.
+    pub(super) jobs: BTreeMap<Arc<str>, ActivityObject>,
 }
 
 /// Previous readings, from which the activity of the last second is computed.
@@ -147,6 +149,7 @@ impl PreviousReadings {
         let mut objects = ActivityObjects {
             time_ms: milliseconds(SystemTime::now()),
             started_ms: u64::try_from(snapshot.started.as_millis()).unwrap_or(u64::MAX),
+            jobs: snapshot.jobs.iter().map(|job| (job.id.as_str().into(), object(job))).collect(),
             ..ActivityObjects::default()
         };
         let mut group_totals: HashMap<&str, MemberTotals> = HashMap::new();
@@ -345,9 +348,9 @@ fn group(
     // the previous reading.
     let has_waited = growth.is_some_and(|growth| growth.by[0] > 0);
     let cause = figures.throttle.stats.throttle_cause.filter(|_| has_waited).map(|kind| ThrottleCause {
-        level: "group",
+        level: "group".into(),
         name: figures.name.clone(),
-        limit: kind.name(),
+        limit: kind.name().into(),
     });
     GroupActivity {
         name: figures.name.clone(),
@@ -532,7 +535,7 @@ fn throttle_cause(
             CauseLevel::Group => "group",
             CauseLevel::Above => "above",
         };
-        ThrottleCause { level: owner, name: name.to_owned(), limit: kind.name() }
+        ThrottleCause { level: owner.into(), name: name.to_owned(), limit: kind.name().into() }
     };
     if let Some((level, kind)) = longest {
         return Some(cause(level, CauseKind::Limit(kind)));

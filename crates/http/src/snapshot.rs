@@ -64,8 +64,10 @@ pub(super) struct DaemonSnapshot {
     pub(super) deliveries: Option<[u64; 3]>,
     /// Number of disks whose images are not open yet.
     pub(super) unavailable_disks: usize,
-    /// Jobs that have not concluded.
+    /// All jobs that are listed.
     pub(super) jobs: Vec<JobReport>,
+    /// Names of kinds and results, with the number of jobs that have concluded so.
+    pub(super) concluded_jobs: Vec<((&'static str, &'static str), u64)>,
     /// `None` without a cluster.
     pub(super) cluster: Option<ClusterFigures>,
 }
@@ -209,7 +211,8 @@ impl DaemonSnapshot {
             events: registry.events.counts(),
             deliveries: registry.deliveries.get().map(|counts| counts.counts()),
             unavailable_disks: registry.disks.unavailable.borrow().len(),
-            jobs: registry.jobs.running().iter().map(|job| job.report()).collect(),
+            jobs: registry.jobs.all().iter().map(|job| job.report(&registry.disks)).collect(),
+            concluded_jobs: registry.jobs.concluded(),
             workers: workers.iter().map(|worker| (worker.name().to_owned(), worker.counters())).collect(),
             cluster: registry.cluster().map(|cluster| ClusterFigures {
                 is_connected: cluster.is_connected(),

@@ -30,7 +30,8 @@ use reactor::{
     ublk::RegisteredData,
 };
 use storage::{
-    BlockSize, Durability, Extent, ImageFormat, OpenError, PassedFile, ResizeError, Storage, ZeroOptions,
+    BlockSize, Durability, Extent, FilesClosed, ImageFormat, OpenError, PassedFile, ResizeError, Storage,
+    ZeroOptions,
 };
 
 /// Interval at which changes in flight are looked for.
@@ -429,9 +430,9 @@ impl Image {
         self.chain().flat_map(Self::files).for_each(Storage::abandon);
     }
 
-    /// See [`Storage::closed_channel`], for all files of the chain.
-    pub fn closed(&self) -> Vec<async_channel::Receiver<()>> {
-        self.chain().flat_map(Self::files).filter_map(Storage::closed_channel).collect()
+    /// Notification that all files of the chain are closed.
+    pub fn closed(&self) -> FilesClosed {
+        FilesClosed::of(self.chain().flat_map(Self::files))
     }
 
     /// Names of the dirty bitmaps that record writes.

@@ -20,7 +20,8 @@
 //! - `fuzzing`: entry points of the fuzz targets.
 //! - `handover`: use by several processes in turn.
 //! - `drained`, `exclusive`: changes of the whole image while no request is in flight: `resize`,
-//!   `preallocate`, `backing`, and [`Qcow2Image::close`].
+//!   `preallocate`, and [`Qcow2Image::close`].
+//! - `backing`, `populate`: the backing chain, which may change while the image is used.
 //!
 //! Lock order, for tasks that hold several: guard of the gate (`RequestGuard`), guest range, L2
 //! table or slice, metadata writing, refcounts, file. The mutexes of `PendingMetadata` and of the
@@ -52,6 +53,7 @@ pub mod luks;
 mod metadata_io;
 mod open;
 mod overlap;
+mod populate;
 mod preallocate;
 mod read;
 mod refcount_entries;
@@ -73,13 +75,15 @@ use std::{
     },
 };
 
-use self::header::Qcow2Header;
+use self::{backing::BackingLink, header::Qcow2Header};
 pub use self::{
     cache::CacheStatistics,
     cache_settings::{CacheSettings, CacheSizes, InvalidCache, L2CacheSize},
+    drained::ExclusiveImage,
     lookup::{GuestMapping, MappedRun},
     metadata_io::{MetadataError, read_header},
     open::{OpenFailure, Qcow2Components, Qcow2State},
+    populate::{COPY_BYTES as POPULATE_BYTES, Populated},
     refcounts::RefcountStatistics,
 };
 use reactor::error::{Error, Result};
@@ -96,18 +100,25 @@ impl InvalidImage {
     }
 }
 
-/// An open image. Clones refer to the same image.
+/// An open image. Clones refer to the same image and the same backing image, which
+/// [can be replaced](ExclusiveImage::replace_backing).
 ///
 /// Requests may come from any worker. Changed metadata stays in memory until a flush,
 /// so [`Qcow2Image::close`] must be the last call; otherwise unflushed changes are lost.
 #[derive(Clone, Debug)]
-pub struct Qcow2Image(Arc<Qcow2State>);
+pub struct Qcow2Image {
+    state: Arc<Qcow2State>,
+    /// What unallocated clusters are read from.
+    below: Option<Arc<BackingLink>>,
+    /// Number of changes of `below` until this one.
+    generation: u64,
+}
 
 impl Deref for Qcow2Image {
     type Target = Qcow2State;
 
     fn deref(&self) -> &Qcow2State {
-        &self.0
+        &self.state
     }
 }
 
@@ -183,7 +194,7 @@ impl Qcow2Image {
 
     /// Image that unallocated clusters are read from.
     pub fn backing(&self) -> Option<&crate::Image> {
-        self.backing.get().map(|image| &**image)
+        self.shared_backing().map(|image| &**image)
     }
 
     pub(super) fn entry_bytes_bits(&self) -> u32 {

@@ -22,13 +22,7 @@
 
 mod plan;
 
-use std::{
-    cell::{Cell, RefCell},
-    convert::Infallible,
-    ops::Range,
-    rc::Rc,
-    sync::Arc,
-};
+use std::{convert::Infallible, ops::Range, rc::Rc, sync::Arc};
 
 use block::{
     disk::{AdmissionPermit, Disk, DiskPoint},
@@ -37,17 +31,20 @@ use block::{
         throttle::{BackgroundMember, BackgroundSettings},
     },
 };
-use event_listener::Event;
 use image::{
-    Image, Qcow2Image,
+    Image,
     qcow2::bitmap::{BitmapError, RotatedBitmap},
 };
-use policy::throttle::ThrottleError;
-use reactor::{JoinHandle, buffer::zero, error::Error, select::first};
-use storage::{Durability, RangeLocks, ZeroOptions};
+use policy::{request::Direction, throttle::ThrottleError};
+use reactor::{JoinHandle, select::first};
+use storage::RangeLocks;
 
 use self::plan::{Piece, Plan};
-use crate::job::{Job, JobResult};
+use crate::{
+    job::{Job, JobResult},
+    target::{JobTarget, TargetError},
+    tasks::JobTasks,
+};
 
 /// Size of a cluster in bytes: the unit of copy-before-write. QEMU's default.
 pub const CLUSTER_BYTES: u64 = 64 << 10;
@@ -59,10 +56,6 @@ const COPIES: usize = 16;
 const SAVED_WRITERS: usize = 4;
 /// Longest copy, in bytes.
 const COPY_BYTES: u64 = 512 << 10;
-/// Longest write-zeroes, in bytes.
-const ZERO_BYTES: u64 = 64 << 20;
-/// Unit in bytes in which zeroes inside of copied data are detected: a block of most file systems.
-const ZERO_UNIT: usize = 4096;
 
 /// Sizes of a backup.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -122,51 +115,19 @@ pub enum BackupError {
         /// Size of the disk in bytes.
         disk_bytes: u64,
     },
-    /// The target failed a write.
-    #[error("the target cannot be written at offset {offset}: {error}{}", full_remedy(*error))]
-    Write {
-        /// Offset in bytes.
-        offset: u64,
-        /// Error of the target.
-        error: Error,
-    },
-    /// The target failed the flush at the end.
-    #[error("the target cannot be flushed: {error}{}", full_remedy(*error))]
-    Flush {
-        /// Error of the target.
-        error: Error,
-    },
+    /// The target failed.
+    #[error(transparent)]
+    Target(#[from] TargetError),
 }
 
-fn full_remedy(error: Error) -> &'static str {
-    if error == Error::NO_SPACE { " (free space, or use another target)" } else { "" }
-}
-
-/// Target of a backup.
-#[derive(Clone, Debug)]
-pub struct BackupTarget {
-    /// The image, which is open for writing and at least as large as the disk.
-    pub image: Arc<Image>,
-    /// True if all of it reads as zeroes, because it was just created.
-    pub is_zero: bool,
-    /// True if it is a qcow2 image whose backing file is not open. Only whole clusters are written.
-    pub is_overlay: bool,
-    /// True if zeroes may be stored without allocated space.
-    pub may_unmap: bool,
-}
-
-impl BackupTarget {
-    /// The image, if it is an overlay.
-    fn overlay(&self) -> Option<&Qcow2Image> {
-        match &*self.image {
-            Image::Qcow2(image) if self.is_overlay => Some(image),
-            Image::Qcow2(_) | Image::Raw(_) => None,
+impl BackupError {
+    /// Direction of the I/O that has failed.
+    fn failed_io(&self) -> Option<Direction> {
+        match self {
+            Self::Point(PointFailure::Read { .. }) => Some(Direction::Read),
+            Self::Target(_) => Some(Direction::Write),
+            _ => None,
         }
-    }
-
-    /// Unit in bytes in which it is written, at least.
-    fn unit_bytes(&self) -> u64 {
-        self.overlay().map_or(1, |overlay| overlay.header().cluster_bytes())
     }
 }
 
@@ -175,20 +136,17 @@ impl BackupTarget {
 pub struct Backup {
     job: Arc<Job>,
     point: DiskPoint,
-    target: BackupTarget,
+    target: JobTarget,
     bitmap: Option<RotatedBitmap>,
 }
 
 /// State that the tasks of a backup share.
-struct Shared {
+struct BackupWork {
     job: Arc<Job>,
     point: DiskPoint,
-    target: BackupTarget,
+    target: JobTarget,
     plan: Plan,
-    /// Number of tasks that have not ended.
-    running: Cell<usize>,
-    failure: RefCell<Option<BackupError>>,
-    ended: Event,
+    tasks: JobTasks<BackupError>,
     /// Held by the task that asks for admission.
     admission_turn: RangeLocks,
 }
@@ -203,7 +161,7 @@ impl Backup {
     pub async fn begin(
         job: &Arc<Job>,
         disk: &Arc<Disk>,
-        target: BackupTarget,
+        target: JobTarget,
         options: BackupOptions,
     ) -> Result<Self, BackupError> {
         let BackupOptions { settings, sizes, bitmap } = options;
@@ -233,6 +191,7 @@ impl Backup {
             Ok::<_, BackupError>((rotated, point.unsaved_bytes()))
         };
         let (point, (rotated, bytes)) = disk.begin_point_in_time_with(member, options, at_instant).await?;
+        job.set_point(point.point());
         job.start(bytes);
         Ok(Self { job: Arc::clone(job), point, target, bitmap: rotated })
     }
@@ -259,44 +218,42 @@ impl Backup {
     pub async fn run(self) -> JobResult {
         // A bitmap that the caller has not taken has all marks again at the end.
         let Self { job, point, target, bitmap: _bitmap } = self;
-        let shared = Rc::new(Shared {
+        let shared = Rc::new(BackupWork {
             plan: Plan::new(COPY_BYTES.max(point.point().cluster_bytes())),
             job: Arc::clone(&job),
             point,
             target: target.clone(),
-            running: Cell::new(COPIES + SAVED_WRITERS),
-            failure: RefCell::default(),
-            ended: Event::new(),
+            tasks: JobTasks::new(COPIES + SAVED_WRITERS),
             admission_turn: RangeLocks::default(),
         });
         // Dropping the handles cancels the tasks.
-        let tasks = Shared::start(&shared);
+        let tasks = BackupWork::start(&shared);
         let cancelled = async {
             job.cancelled().await;
             Ok(())
         };
         // All tasks may wait for a target that does not answer.
-        let copying = async { first(shared.all_ended(), shared.point_failed()).await.into_output() };
+        let copying = async { first(shared.tasks.all_ended(), shared.point_failed()).await.into_output() };
         let copied = first(copying, cancelled).await.into_output();
         // Before the tasks, which the executor drops later.
         shared.point.end();
         drop(tasks);
-        let result = match copied {
+        let flushed = async {
+            copied?;
+            target.flush().await?;
+            Ok::<(), BackupError>(())
+        };
+        let cancelled = async {
+            job.cancelled().await;
+            Ok(())
+        };
+        let result = match first(flushed, cancelled).await.into_output() {
             _ if job.is_cancelled() => JobResult::Cancelled,
-            Ok(()) => {
-                let flushed =
-                    async { target.image.flush().await.map_err(|error| BackupError::Flush { error }) };
-                let cancelled = async {
-                    job.cancelled().await;
-                    Ok(())
-                };
-                match first(flushed, cancelled).await.into_output() {
-                    _ if job.is_cancelled() => JobResult::Cancelled,
-                    Ok(()) => JobResult::Completed,
-                    Err(error) => JobResult::Failed(error.to_string()),
-                }
+            Ok(()) => JobResult::Completed,
+            Err(error) => {
+                error.failed_io().into_iter().for_each(|direction| job.note_failed_io(direction));
+                JobResult::Failed(error.to_string())
             }
-            Err(error) => JobResult::Failed(error.to_string()),
         };
         if result != JobResult::Completed {
             job.abort();
@@ -320,39 +277,17 @@ async fn rotate(
     Ok(rotated)
 }
 
-impl Shared {
+impl BackupWork {
     fn start(self: &Rc<Self>) -> Vec<JoinHandle<()>> {
         let copies = (0..COPIES).map(|_| {
             let shared = Rc::clone(self);
-            reactor::spawn_joinable(async move { shared.end_task(shared.copy_pieces().await) })
+            reactor::spawn_joinable(async move { shared.tasks.end(shared.copy_pieces().await) })
         });
         let writers = (0..SAVED_WRITERS).map(|_| {
             let shared = Rc::clone(self);
-            reactor::spawn_joinable(async move { shared.end_task(shared.write_old_data().await) })
+            reactor::spawn_joinable(async move { shared.tasks.end(shared.write_old_data().await) })
         });
         copies.chain(writers).collect()
-    }
-
-    fn end_task(&self, result: Result<(), BackupError>) {
-        if let Err(error) = result {
-            self.failure.borrow_mut().get_or_insert(error);
-        }
-        self.running.set(self.running.get() - 1);
-        self.ended.notify(usize::MAX);
-    }
-
-    /// Waits until all tasks have ended, or one has failed.
-    async fn all_ended(&self) -> Result<(), BackupError> {
-        loop {
-            let listener = self.ended.listen();
-            if let Some(error) = self.failure.borrow().clone() {
-                return Err(error);
-            }
-            if self.running.get() == 0 {
-                return Ok(());
-            }
-            listener.await;
-        }
     }
 
     /// Waits until the point in time has failed.
@@ -410,39 +345,14 @@ impl Shared {
         let Some(bytes) = data.data() else {
             return self.write_zeroes(data.offset()..data.offset() + data.length_bytes()).await;
         };
-        let unit = ZERO_UNIT.max(self.target.unit_bytes() as usize);
-        for (range, is_data) in zero::runs(bytes, data.offset(), unit, 0) {
-            let offset = data.offset() + range.start as u64;
-            if !is_data {
-                self.write_zeroes(offset..offset + range.len() as u64).await?;
-                continue;
-            }
-            let length = range.len() as u64;
-            let segments = data.segments(range);
-            let written = self.target.image.write(offset, segments, Durability::Cached).await;
-            written.map_err(|error| BackupError::Write { offset, error })?;
-            self.job.add_done(length, length);
-        }
+        let copied = self.target.write(data.offset(), bytes, |range| data.segments(range)).await?;
+        self.job.add_done(data.length_bytes(), copied);
         Ok(())
     }
 
     async fn write_zeroes(&self, range: Range<u64>) -> Result<(), BackupError> {
-        let may_unmap = self.target.may_unmap;
-        let options = ZeroOptions { may_unmap, only_if_fast: false, durability: Durability::Cached };
-        let image = &self.target.image;
-        let mut offset = range.start;
-        while offset < range.end && !self.target.is_zero {
-            let length = ZERO_BYTES.min(range.end - offset);
-            let written = match self.target.overlay() {
-                // An unallocated cluster would show the backing file.
-                Some(overlay) => {
-                    let end = (offset + length).next_multiple_of(self.target.unit_bytes());
-                    overlay.write_zero_clusters(offset, end.min(image.size_bytes()) - offset).await
-                }
-                None => image.write_zeroes(offset, length, options).await,
-            };
-            written.map_err(|error| BackupError::Write { offset, error })?;
-            offset += length;
+        if !self.target.is_zero {
+            self.target.write_zeroes(range.clone()).await?;
         }
         self.job.add_done(range.end - range.start, 0);
         Ok(())

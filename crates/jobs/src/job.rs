@@ -16,12 +16,16 @@
 //! Never does I/O, and never decides when an operation is complete.
 
 use std::sync::{
-    Arc, Mutex, MutexGuard, PoisonError,
+    Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak,
     atomic::{AtomicU64, Ordering::Relaxed},
 };
 
+use block::layer::copy_before_write::PointInTime;
 use event_listener::Event;
-use policy::time::{Duration, Instant};
+use policy::{
+    request::Direction,
+    time::{Duration, Instant},
+};
 
 /// State of a job.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -74,6 +78,10 @@ impl JobState {
 pub enum JobKind {
     /// See [`crate::backup`].
     Backup,
+    /// See [`crate::stream`].
+    Stream,
+    /// See [`crate::mirror`].
+    Mirror,
 }
 
 impl JobKind {
@@ -81,8 +89,40 @@ impl JobKind {
     pub const fn name(self) -> &'static str {
         match self {
             Self::Backup => "backup",
+            Self::Stream => "stream",
+            Self::Mirror => "mirror",
         }
     }
+}
+
+/// What a job does when an operator completes it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Completion {
+    /// The disk continues on the target.
+    Switch,
+    /// The disk stays on its image; the target has the content of this instant.
+    Stay,
+}
+
+/// Question of a job whether its disk may be switched to the target.
+#[derive(Clone, Debug, PartialEq, Eq)]
+enum SwitchQuestion {
+    None,
+    Asked,
+    /// The effect of the job can no longer be prevented.
+    Approved,
+    Refused(String),
+}
+
+/// Answer of the owner of a disk to [`Job::ask`].
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum SwitchAnswer {
+    /// The disk must be switched at once.
+    Approved,
+    /// It must not be switched, for this reason.
+    Refused(String),
+    /// The job was cancelled, or an operator wants another completion.
+    Withdrawn,
 }
 
 /// Reason why a request of an operator was rejected.
@@ -96,6 +136,9 @@ pub enum JobRefusal {
         /// The change, as a participle.
         action: &'static str,
     },
+    /// Its effect can no longer be prevented.
+    #[error("the job is completing at this moment and cannot be cancelled")]
+    Committed,
 }
 
 /// Progress of a job in bytes.
@@ -120,6 +163,21 @@ pub enum JobResult {
     Failed(String),
 }
 
+impl JobResult {
+    /// All names.
+    pub const NAMES: [&'static str; 3] = ["complete", "cancelled", "failed"];
+
+    /// Name in events and metrics.
+    pub const fn name(&self) -> &'static str {
+        let [complete, cancelled, failed] = Self::NAMES;
+        match self {
+            Self::Completed => complete,
+            Self::Cancelled => cancelled,
+            Self::Failed(_) => failed,
+        }
+    }
+}
+
 /// State of a job at one instant.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct JobStatus {
@@ -131,6 +189,14 @@ pub struct JobStatus {
     pub running_ns: u64,
     /// Result; `None` until it has concluded.
     pub result: Option<JobResult>,
+    /// Condition that delays it, for an operator.
+    pub remark: Option<String>,
+    /// True if an operator has completed it, and it has not ended.
+    pub is_completing: bool,
+    /// Direction of the I/O that has failed and has ended it.
+    pub failed_io: Option<Direction>,
+    /// Time for which clients' changes have waited for the switch of the disk, in nanoseconds.
+    pub pause_ns: Option<u64>,
 }
 
 /// A job. See the head of this file.
@@ -142,6 +208,8 @@ pub struct Job {
     done_bytes: AtomicU64,
     total_bytes: AtomicU64,
     copied_bytes: AtomicU64,
+    /// The point in time that it copies.
+    point: OnceLock<Weak<PointInTime>>,
     changed: Event,
 }
 
@@ -149,10 +217,17 @@ pub struct Job {
 struct JobLife {
     state: JobState,
     is_cancelled: bool,
+    completion: Option<Completion>,
+    question: SwitchQuestion,
+    remark: Option<String>,
+    failed_io: Option<Direction>,
+    pause_ns: Option<u64>,
     result: Option<JobResult>,
     running_ns: u64,
     /// Since when it has been running.
     running_since: Option<Instant>,
+    /// Instant at which it has concluded.
+    concluded_at: Option<Instant>,
 }
 
 impl Job {
@@ -164,13 +239,20 @@ impl Job {
             life: Mutex::new(JobLife {
                 state: JobState::Created,
                 is_cancelled: false,
+                completion: None,
+                question: SwitchQuestion::None,
+                remark: None,
+                failed_io: None,
+                pause_ns: None,
                 result: None,
                 running_ns: 0,
                 running_since: None,
+                concluded_at: None,
             }),
             done_bytes: AtomicU64::new(0),
             total_bytes: AtomicU64::new(0),
             copied_bytes: AtomicU64::new(0),
+            point: OnceLock::new(),
             changed: Event::new(),
         })
     }
@@ -190,9 +272,25 @@ impl Job {
         &self.changed
     }
 
+    /// Sets the point in time that it copies, whose buffer [`Job::old_data_bytes`] reports.
+    pub fn set_point(&self, point: &Arc<PointInTime>) {
+        let _ = self.point.set(Arc::downgrade(point));
+    }
+
+    /// Bytes of old data that wait for the target; `None` without a point in time, and after its
+    /// end.
+    pub fn old_data_bytes(&self) -> Option<u64> {
+        Some(self.point.get()?.upgrade()?.buffered_bytes())
+    }
+
     /// Current state.
     pub fn state(&self) -> JobState {
         self.lock().state
+    }
+
+    /// Instant at which it has concluded; `None` before.
+    pub fn concluded_at(&self) -> Option<Instant> {
+        self.lock().concluded_at
     }
 
     /// State, progress and result.
@@ -212,6 +310,10 @@ impl Job {
             },
             running_ns: life.running_ns + running.as_nanos() as u64,
             result: life.result.clone(),
+            remark: life.remark.clone(),
+            is_completing: life.completion.is_some() && life.result.is_none(),
+            failed_io: life.failed_io,
+            pause_ns: life.pause_ns,
         }
     }
 
@@ -253,7 +355,28 @@ impl Job {
         if has_failed || life.state == JobState::Concluded {
             return Err(JobRefusal::State { state: life.state, action: "cancelled" });
         }
+        if life.question == SwitchQuestion::Approved {
+            return Err(JobRefusal::Committed);
+        }
         life.is_cancelled = true;
+        drop(life);
+        self.changed.notify(usize::MAX);
+        Ok(())
+    }
+
+    /// Completes a job that is ready. It ends soon; [`Job::concluded`] waits for that. A later call
+    /// replaces the completion of an earlier one that has not ended the job.
+    ///
+    /// # Errors
+    /// [`JobRefusal`]: it is not ready, or is being cancelled.
+    pub fn complete(&self, completion: Completion) -> Result<(), JobRefusal> {
+        let mut life = self.lock();
+        let is_committed = life.question == SwitchQuestion::Approved;
+        if life.state != JobState::Ready || life.is_cancelled || is_committed {
+            return Err(JobRefusal::State { state: life.state, action: "completed" });
+        }
+        life.completion = Some(completion);
+        life.remark = None;
         drop(life);
         self.changed.notify(usize::MAX);
         Ok(())
@@ -278,6 +401,123 @@ impl Job {
     pub fn add_done(&self, bytes: u64, copied_bytes: u64) {
         self.done_bytes.fetch_add(bytes, Relaxed);
         self.copied_bytes.fetch_add(copied_bytes, Relaxed);
+    }
+
+    /// Sets the progress, from the bytes that are missing at this moment.
+    pub fn set_missing(&self, bytes: u64) {
+        self.done_bytes.store(self.total_bytes.load(Relaxed).saturating_sub(bytes), Relaxed);
+    }
+
+    /// Sets or removes the remark about a condition that delays the job.
+    pub fn set_remark(&self, remark: Option<String>) {
+        let mut life = self.lock();
+        if life.remark != remark {
+            life.remark = remark;
+            drop(life);
+            self.changed.notify(usize::MAX);
+        }
+    }
+
+    /// The job has reached its goal and waits to be completed. While it is paused, waits first.
+    pub async fn reach_goal(&self) {
+        let reach = |life: &mut JobLife| {
+            let is_running = life.state == JobState::Running;
+            if is_running {
+                life.become_state(JobState::Ready);
+            }
+            is_running
+        };
+        loop {
+            self.wait_while_paused().await;
+            if reach(&mut self.lock()) {
+                self.changed.notify(usize::MAX);
+                return;
+            }
+        }
+    }
+
+    /// Waits until an operator completes the job.
+    pub async fn completion(&self) -> Completion {
+        self.wait_for(|life| life.completion).await
+    }
+
+    /// Gives up an attempt to complete the job, which remains ready, for this reason.
+    pub fn give_up_completion(&self, reason: String) {
+        let mut life = self.lock();
+        life.completion = None;
+        life.remark = Some(reason);
+        drop(life);
+        self.changed.notify(usize::MAX);
+    }
+
+    /// True if an operator still wants this completion.
+    pub fn is_wanted(&self, completion: Completion) -> bool {
+        let life = self.lock();
+        !life.is_cancelled && life.completion == Some(completion)
+    }
+
+    /// Asks the owner of the disk whether it may be switched at this moment, and waits for the
+    /// answer. Once the owner approves, the job cannot be cancelled, and must switch the disk at
+    /// once. The caller [withdraws](Job::withdraw) the question before it drops the future.
+    pub async fn ask(&self) -> SwitchAnswer {
+        self.lock().question = SwitchQuestion::Asked;
+        self.changed.notify(usize::MAX);
+        self.wait_for(|life| match &life.question {
+            SwitchQuestion::Asked => None,
+            SwitchQuestion::Approved => Some(SwitchAnswer::Approved),
+            SwitchQuestion::Refused(reason) => Some(SwitchAnswer::Refused(reason.clone())),
+            SwitchQuestion::None => Some(SwitchAnswer::Withdrawn),
+        })
+        .await
+    }
+
+    /// Withdraws a question. False if the owner has approved already.
+    pub fn withdraw(&self) -> bool {
+        let mut life = self.lock();
+        let is_approved = life.question == SwitchQuestion::Approved;
+        if !is_approved {
+            life.question = SwitchQuestion::None;
+        }
+        !is_approved
+    }
+
+    /// True if the job waits for [`Job::answer`].
+    pub fn is_asking(&self) -> bool {
+        self.lock().question == SwitchQuestion::Asked
+    }
+
+    /// Answers the question: approves the switch, or refuses it for a reason. True if the switch is
+    /// approved; false also if the job does not ask any more, or was cancelled.
+    pub fn answer(&self, answer: Result<(), String>) -> bool {
+        let mut life = self.lock();
+        if life.question != SwitchQuestion::Asked {
+            return false;
+        }
+        life.question = match answer {
+            _ if life.is_cancelled || life.completion != Some(Completion::Switch) => SwitchQuestion::None,
+            Ok(()) => SwitchQuestion::Approved,
+            Err(reason) => SwitchQuestion::Refused(reason),
+        };
+        let is_approved = life.question == SwitchQuestion::Approved;
+        drop(life);
+        self.changed.notify(usize::MAX);
+        is_approved
+    }
+
+    /// Notes for how long clients' changes have waited for the switch of the disk.
+    pub fn note_pause(&self, pause: Duration) {
+        self.lock().pause_ns = Some(pause.as_nanos() as u64);
+    }
+
+    /// Notes that I/O of the job has failed, which ends it.
+    pub fn note_failed_io(&self, direction: Direction) {
+        self.lock().failed_io = Some(direction);
+    }
+
+    /// True if the job has completed by [`Completion::Switch`].
+    pub fn is_switched(&self) -> bool {
+        let life = self.lock();
+        life.completion == Some(Completion::Switch) && life.result == Some(JobResult::Completed)
     }
 
     /// Waits while an operator has paused the job.
@@ -315,6 +555,7 @@ impl Job {
         }
         life.become_state(JobState::Concluded);
         life.result = Some(result);
+        life.concluded_at = Some(reactor::now());
         drop(life);
         self.changed.notify(usize::MAX);
     }
@@ -355,7 +596,7 @@ impl JobLife {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use reactor::sim;
+    use reactor::{select::first, sim, timeout};
 
     #[test]
     fn each_state_has_one_row_and_only_concluded_is_final() {
@@ -385,6 +626,67 @@ mod tests {
             assert_eq!(job.concluded().await, JobResult::Cancelled);
             assert_eq!(job.cancel(), refused(JobState::Concluded, "cancelled"));
         });
+    }
+
+    #[test]
+    fn a_ready_job_is_completed_or_cancelled() {
+        sim::run(1, async {
+            let job = Job::new("mirror-vm1", JobKind::Mirror);
+            job.start(100);
+            let refused = |state, action| Err(JobRefusal::State { state, action });
+            assert_eq!(job.complete(Completion::Switch), refused(JobState::Running, "completed"));
+            job.reach_goal().await;
+            assert_eq!(job.pause(), refused(JobState::Ready, "paused"));
+            assert_eq!(job.complete(Completion::Stay), Ok(()));
+            assert_eq!(job.complete(Completion::Switch), Ok(()), "the last request counts");
+            assert_eq!(job.completion().await, Completion::Switch);
+            assert!(!job.is_wanted(Completion::Stay));
+            assert!(!job.answer(Ok(())), "it has not asked");
+            let mut asking = std::pin::pin!(job.ask());
+            assert!(timeout(Duration::from_nanos(1), &mut asking).await.is_err());
+            assert!(job.is_asking() && job.withdraw());
+            assert!(!job.answer(Ok(())), "the question was withdrawn");
+            let asking = async {
+                let answer = job.ask().await;
+                assert!(!job.withdraw(), "it is too late");
+                answer
+            };
+            let answering = async {
+                assert!(job.answer(Ok(())));
+                assert_eq!(job.cancel(), Err(JobRefusal::Committed));
+                assert_eq!(job.complete(Completion::Stay), refused(JobState::Ready, "completed"));
+                std::future::pending().await
+            };
+            assert_eq!(first(asking, answering).await.into_output(), SwitchAnswer::Approved);
+            job.conclude(JobResult::Completed);
+            assert!(job.is_switched());
+        });
+        sim::run(1, async {
+            let job = Job::new("mirror-vm1", JobKind::Mirror);
+            job.start(100);
+            job.reach_goal().await;
+            job.complete(Completion::Switch).expect("it is ready");
+            let answering = async {
+                assert!(!job.answer(Err("not now".to_owned())));
+                std::future::pending().await
+            };
+            let refused = SwitchAnswer::Refused("not now".to_owned());
+            assert_eq!(first(job.ask(), answering).await.into_output(), refused);
+            job.give_up_completion("not now".to_owned());
+            assert!(!job.status().is_completing);
+            job.complete(Completion::Switch).expect("it is still ready");
+            assert_eq!(job.status().remark, None);
+            job.cancel().expect("it has not been switched");
+            let answering = async {
+                assert!(!job.answer(Ok(())), "the cancellation came first");
+                std::future::pending().await
+            };
+            assert_eq!(first(job.ask(), answering).await.into_output(), SwitchAnswer::Withdrawn);
+            assert_eq!(job.complete(Completion::Switch), refused_when_ready());
+        });
+        fn refused_when_ready() -> Result<(), JobRefusal> {
+            Err(JobRefusal::State { state: JobState::Ready, action: "completed" })
+        }
     }
 
     #[test]

@@ -248,7 +248,7 @@ const REQUESTS: [u64; 18] = [
     0x127c,      // BLKDISCARDZEROES
 ];
 
-const ALWAYS: [c_long; 123] = [
+const ALWAYS: [c_long; 127] = [
     // io_uring.
     libc::SYS_io_uring_enter,
     libc::SYS_io_uring_register,
@@ -275,6 +275,10 @@ const ALWAYS: [c_long; 123] = [
     libc::SYS_sync,
     libc::SYS_fadvise64,
     libc::SYS_flock,
+    // The access rights of a new overlay, within those of the user.
+    libc::SYS_fchown,
+    libc::SYS_fsetxattr,
+    libc::SYS_fremovexattr,
     libc::SYS_dup,
     libc::SYS_dup3,
     libc::SYS_getdents64,
@@ -287,6 +291,7 @@ const ALWAYS: [c_long; 123] = [
     libc::SYS_statx,
     libc::SYS_statfs,
     libc::SYS_readlinkat,
+    libc::SYS_getxattr,
     libc::SYS_faccessat,
     libc::SYS_faccessat2,
     libc::SYS_unlinkat,

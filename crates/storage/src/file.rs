@@ -340,7 +340,8 @@ impl FileStorage {
         self.isolation.abandon();
     }
 
-    /// See [`Storage::closed_channel`](crate::Storage::closed_channel).
+    /// Channel whose other end is closed once the file is closed and its locks are released: see
+    /// [`FilesClosed`](crate::FilesClosed).
     pub(crate) fn closed(&self) -> async_channel::Receiver<()> {
         self.ending.closed.clone()
     }

@@ -27,12 +27,14 @@ pub mod delay;
 pub mod epoch_gate;
 pub mod fault;
 pub mod file;
+mod files_closed;
 mod flushes;
 mod identity;
 mod invalid_value;
 mod lock;
 pub mod memory;
 pub mod nbd;
+pub mod new_file;
 pub mod null;
 mod open;
 mod open_error;
@@ -52,6 +54,7 @@ mod wrapped;
 
 pub use file::FileIdentity;
 pub use file::{CacheMode, FileStorage, PassedFile, PassedFiles};
+pub use files_closed::FilesClosed;
 pub use identity::StorageIdentity;
 pub use invalid_value::InvalidValue;
 pub use lock::find_user;
@@ -338,12 +341,6 @@ impl Storage {
         if let Some(file) = self.bottom_file() {
             file.abandon();
         }
-    }
-
-    /// Channel whose other end is closed once the file at the bottom is closed and its locks are
-    /// released; `None` if the bottom is not a file.
-    pub fn closed_channel(&self) -> Option<async_channel::Receiver<()>> {
-        self.bottom_file().map(FileStorage::closed)
     }
 
     /// Description for display: type, path or address, cache mode, wrappers.

@@ -81,6 +81,14 @@ impl Root {
             .map_err(|error| OpenError::new(&name, error.to_string(), "check its owner and mode"))
     }
 
+    /// Fails unless the path leads to an existing file or directory inside the root.
+    ///
+    /// # Errors
+    /// It is outside, or the system reports an error.
+    pub fn check(&self, path: &Path) -> Result<(), OpenError> {
+        self.pin(path, &path.display().to_string()).map(drop)
+    }
+
     /// Resolves a name to a file, without opening it for reading or writing.
     pub(super) fn pin(&self, path: &Path, name: &str) -> Result<Pinned, OpenError> {
         let absolute = std::path::absolute(path)

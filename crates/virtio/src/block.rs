@@ -168,6 +168,7 @@ impl BlkRequest {
     }
 
     /// Guest memory of the status byte.
+    #[inline]
     pub fn status_place(&self) -> &GuestBytes {
         &self.status
     }
@@ -188,6 +189,7 @@ impl BlkRequest {
     /// Writes the status. Returns the length for `Virtqueue::complete`: the number of bytes
     /// written, counted from the first writable one (§ 2.7.8.2).
     #[must_use]
+    #[inline]
     pub fn finish(self, status: BlkStatus) -> u32 {
         self.status.write(0, &[status as u8]);
         let fills =
@@ -286,6 +288,7 @@ fn validate(
 
 impl BlkDeviceConfig {
     /// Byte offset of a range of sectors, if it is inside the disk and of whole blocks.
+    #[inline]
     fn byte_offset(&self, sector: u64, sectors: u64) -> Result<u64, BlkRejection> {
         let end = sector.checked_add(sectors).ok_or(BlkStatus::IoError)?;
         // Both must be multiples of the block, which is a power of two.
@@ -299,6 +302,7 @@ impl BlkDeviceConfig {
     }
 
     /// Byte offset of the data of a read or write.
+    #[inline]
     fn data_offset(
         &self,
         segments: &[GuestBytes],
@@ -321,6 +325,7 @@ impl BlkDeviceConfig {
         if bytes == 0 { Err(BlkStatus::Ok.into()) } else { Ok(offset) }
     }
 
+    #[inline]
     fn check_writable(&self) -> Result<(), BlkRejection> {
         if self.read_only { Err(BlkStatus::IoError.into()) } else { Ok(()) }
     }
@@ -366,12 +371,14 @@ impl BlkDeviceConfig {
     }
 }
 
+#[inline]
 fn sum(segments: &[GuestBytes]) -> usize {
     segments.iter().map(GuestBytes::bytes).sum()
 }
 
 /// Copies from the beginning of `segments`, and removes the copied bytes. False if there are too
 /// few.
+#[inline]
 fn copy_front(segments: &mut &mut [GuestBytes], target: &mut [u8]) -> bool {
     let mut remaining = std::mem::take(segments);
     let mut unfilled = target;

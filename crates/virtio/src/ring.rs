@@ -194,6 +194,7 @@ impl Virtqueue {
     ///
     /// # Errors
     /// The ring is meaningless: stop the queue. Chains in flight can still be completed.
+    #[inline]
     pub fn take(&mut self) -> Result<Option<DescriptorChain>, RingError> {
         either!(&mut self.kind, half => half.take(&self.regions))
     }
@@ -203,6 +204,7 @@ impl Virtqueue {
     ///
     /// # Panics
     /// Panics if the ticket belongs to another ring.
+    #[inline]
     pub fn complete(&mut self, ticket: ChainTicket, written: u32) {
         either!(&mut self.kind, half => half.complete(&ticket, written));
     }

@@ -23,10 +23,10 @@ Examples:
   weir bitmap vm1 merge weekly daily
       Add the marks of daily to weekly.
   weir bitmap vm1 disable weekly
-      Keep its marks as they are; `enable` records writes again.
+      Keep its marks; `enable` records writes again.
   weir bitmap vm1 enable weekly
   weir bitmap vm1 clear weekly
-      Mark nothing: later writes are marked.
+      Remove all marks. Later writes are marked.
   weir bitmap vm1 remove daily
       Also removes an inconsistent bitmap: after a crash of the daemon, marks may be missing.
 
@@ -60,7 +60,8 @@ enum BitmapCommand {
         /// Name of the new bitmap
         #[arg(value_name = "BITMAP")]
         bitmap: String,
-        /// Bytes that a mark covers, a power of two [default: the cluster size, at least 4K]
+        /// Bytes that a mark covers, a power of two from 512 to 2G [default: the cluster size, at
+        /// least 4K]
         #[arg(short, long, value_name = "SIZE", value_parser = settings::size)]
         granularity: Option<u64>,
         /// Do not store it in the image

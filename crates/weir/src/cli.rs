@@ -9,8 +9,8 @@ use daemon::serve::{QEMU_HEADING, ServeArgs};
 use settings::arguments::limits;
 
 use crate::{
-    attach, backup, bitmap, cluster, complete, disks_and_groups, generate, jobs, mount_helper, prefetch,
-    record, reload, resume, snapshot, status, throttle, top, verify,
+    attach, backup, bitmap, cluster, complete, disks_and_groups, generate, jobs, mirror, mount_helper,
+    prefetch, record, reload, resume, snapshot, status, stream, throttle, top, verify,
 };
 
 const ABOUT: &str = "Throttle, prefetch, cache and tune the disks of virtual machines and containers";
@@ -170,10 +170,16 @@ pub(crate) enum WeirCommand {
     /// Keep the content of disks at this instant while they are used
     #[command(after_help = snapshot::EXAMPLES)]
     Snapshot(Box<snapshot::SnapshotArgs>),
-    /// Show the jobs of the daemon: backups
+    /// Copy a disk of the daemon to another image, and move it there, while it is used
+    #[command(after_help = mirror::EXAMPLES)]
+    Mirror(Box<mirror::MirrorArgs>),
+    /// Shorten the chain of backing files of a disk while it is used
+    #[command(after_help = stream::EXAMPLES)]
+    Stream(Box<stream::StreamArgs>),
+    /// Show the jobs of the daemon: backups, mirrors and streams
     #[command(after_help = jobs::EXAMPLES)]
     Jobs(jobs::JobsArgs),
-    /// Pause, resume, cancel or change a job
+    /// Pause, resume, complete, cancel, change or dismiss a job
     #[command(subcommand, after_help = jobs::EXAMPLES)]
     Job(jobs::JobCommand),
     /// Reload the daemon's config file

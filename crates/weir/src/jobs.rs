@@ -1,9 +1,12 @@
 //! `weir jobs` and `weir job`: jobs of the running daemon, shown and controlled.
 
+mod completion;
+mod progress;
+
 use std::io::{IsTerminal as _, stdout};
 
 use anyhow::anyhow;
-use api::JobReport;
+use api::{JobReport, ThrottleCause};
 use clap::{Args, Subcommand};
 use console::{
     CommandFailure, figures, print, print_json,
@@ -12,7 +15,12 @@ use console::{
 use policy::throttle::NodeShare;
 use serde_json::{Map, Value, json};
 
-use crate::client::{ClientError, ControlAddress, ControlClient};
+use crate::{
+    client::{ClientError, ControlAddress, ControlClient},
+    settings_command::SaveArgs,
+};
+
+pub(crate) use progress::{JobCourse, JobRun, dismiss};
 
 pub(crate) const EXAMPLES: &str = "\
 Examples:
@@ -26,13 +34,15 @@ Examples:
       Until `weir job resume backup-vm1`.
   weir job resume backup-vm1
       The job continues.
+  weir job complete mirror-vm1 --save
+      Moves the disk to the target of the mirror, and writes that into the config file.
   weir job cancel backup-vm1
-      Ends the job; its target is incomplete.
+      Ends the job; the target of a backup is incomplete then.
   weir job dismiss backup-vm1
       Removes a job that has ended from the list.
 
-A job that has ended is listed until `weir job dismiss`, or until 32 others have ended after it. `weir backup` without \
---detach dismisses its job itself. A paused backup still copies the old data of changes that clients make.";
+A job that has ended is listed until `weir job dismiss`, or until 32 others have ended after it. `weir backup` and \
+`weir stream` without --detach dismiss their jobs themselves. A paused backup still copies the old data of changes that clients make.";
 
 /// Arguments of `weir jobs`.
 #[derive(Debug, Args)]
@@ -94,6 +104,8 @@ pub(crate) enum JobCommand {
     Resume(JobArgs),
     /// Cancel a job
     Cancel(JobArgs),
+    /// Complete a mirror that is ready: its disk continues on the target
+    Complete(JobCompleteArgs),
     /// Change the limits and the weight of a job
     Set(JobSetArgs),
     /// Remove a job that has ended from the list
@@ -118,6 +130,15 @@ pub(crate) struct JobSetArgs {
     limits: JobLimitArgs,
     #[command(flatten)]
     job: JobArgs,
+}
+
+/// Arguments of `weir job complete`.
+#[derive(Debug, Args)]
+pub(crate) struct JobCompleteArgs {
+    #[command(flatten)]
+    job: JobArgs,
+    #[command(flatten)]
+    save: SaveArgs,
 }
 
 /// All jobs of the daemon.
@@ -147,35 +168,81 @@ pub(crate) fn list(arguments: JobsArgs) -> Result<(), CommandFailure> {
 pub(crate) fn table<'a>(jobs: impl IntoIterator<Item = &'a JobReport>) -> TextTable {
     let mut table = TextTable::new([
         ("JOB", ColumnAlignment::Left),
+        ("KIND", ColumnAlignment::Left),
         ("DISK", ColumnAlignment::Left),
+        ("GROUP", ColumnAlignment::Left),
         ("STATE", ColumnAlignment::Left),
         ("DONE", ColumnAlignment::Right),
         ("COPIED", ColumnAlignment::Right),
         ("RATE", ColumnAlignment::Right),
         ("LEFT", ColumnAlignment::Right),
         ("WEIGHT", ColumnAlignment::Right),
+        ("HELD BY", ColumnAlignment::Left),
         ("TARGET", ColumnAlignment::Left),
     ]);
-    let dash = || "-".to_owned();
     for job in jobs {
-        let state = match (&job.error, job.is_cancelled) {
-            (Some(error), _) => format!("failed: {error}"),
-            (None, true) => "cancelled".to_owned(),
-            (None, false) => job.state.clone(),
-        };
         table.row(vec![
             job.id.clone(),
+            job.kind.clone(),
             job.disk.clone(),
-            state,
-            figures::share(job.done_bytes as f64 / job.total_bytes.max(1) as f64),
+            job.group.clone().unwrap_or_else(dash),
+            state(job),
+            figures::share(done_ratio(job)),
             figures::bytes(job.copied_bytes as f64),
-            format!("{}/s", figures::bytes(job.rate_bps as f64)),
-            job.remaining_s.map_or_else(dash, |seconds| figures::time(seconds.saturating_mul(1_000_000_000))),
+            rate(job),
+            remaining_time(job),
             job.weight.map_or_else(|| "spare".to_owned(), |weight| weight.to_string()),
+            held_by(job),
             job.target.clone(),
         ]);
     }
     table
+}
+
+fn dash() -> String {
+    "-".to_owned()
+}
+
+/// State of a job; for a job that has failed, the reason.
+pub(crate) fn state(job: &JobReport) -> String {
+    match (&job.error, job.is_cancelled) {
+        (Some(error), _) => format!("failed: {error}"),
+        (None, true) => "cancelled".to_owned(),
+        (None, false) => match &job.remark {
+            Some(remark) => format!("{}: {remark}", job.state),
+            None => job.state.clone(),
+        },
+    }
+}
+
+/// Part of a job that is done, 0 to 1.
+pub(crate) fn done_ratio(job: &JobReport) -> f64 {
+    (job.done_bytes as f64 / job.total_bytes.max(1) as f64).min(1.0)
+}
+
+/// Bytes per second that a job has copied.
+pub(crate) fn rate(job: &JobReport) -> String {
+    format!("{}/s", figures::bytes(job.rate_bps as f64))
+}
+
+/// Remaining time of a job.
+pub(crate) fn remaining_time(job: &JobReport) -> String {
+    job.remaining_s.map_or_else(dash, |seconds| figures::time(seconds.saturating_mul(1_000_000_000)))
+}
+
+/// The limit that a job waits for: of the job itself, or `NAME: LIMIT` of its disk or a group.
+pub(crate) fn held_by(job: &JobReport) -> String {
+    match &job.throttle_cause {
+        Some(ThrottleCause { level, limit, .. }) if level == "job" => limit.to_string(),
+        Some(ThrottleCause { name, limit, .. }) => format!("{name}: {limit}"),
+        None => dash(),
+    }
+}
+
+/// True for a job that is shown while figures are watched: one that has not concluded, or has
+/// failed.
+pub(crate) fn is_watched(job: &JobReport) -> bool {
+    job.state != "concluded" || job.error.is_some()
 }
 
 pub(crate) fn run(command: JobCommand) -> Result<(), CommandFailure> {
@@ -184,6 +251,9 @@ pub(crate) fn run(command: JobCommand) -> Result<(), CommandFailure> {
         JobCommand::Resume(job) => (job, "job-resume", "resumed"),
         JobCommand::Cancel(job) => (job, "job-cancel", "is being cancelled"),
         JobCommand::Dismiss(job) => (job, "job-dismiss", "dismissed"),
+        JobCommand::Complete(JobCompleteArgs { job, save }) => {
+            return Ok(completion::complete(ControlClient::reach(job.qmp)?, &job.job, &save)?);
+        }
         JobCommand::Set(JobSetArgs { limits, job }) => return set(&limits, job),
     };
     ControlClient::reach(qmp)?.execute(name, json!({ "id": job }))?;

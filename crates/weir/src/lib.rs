@@ -8,8 +8,9 @@
 //!   status, top          the running state; the same, live
 //!   verify               limits and other guarantees, checked against the daemon's counters
 //!   bitmap               dirty bitmaps of a disk in use
-//!   backup, jobs         copy a disk while it is used; jobs, shown and controlled
+//!   backup, mirror, jobs copy a disk while it is used, or move it; jobs, shown and controlled
 //!   snapshot             keep the content of disks at one instant
+//!   stream               copy backing files into the image of a disk
 //!   new_image            files that these commands create for the daemon
 //!   record               requests of disks, recorded into a file
 //!   throttle, prefetch   settings of a disk or group, shown or changed
@@ -37,9 +38,11 @@ mod cli;
 mod client;
 mod cluster;
 mod complete;
+mod disk_copy;
 mod disks_and_groups;
 mod generate;
 mod jobs;
+mod mirror;
 mod mount_helper;
 mod new_image;
 mod prefetch;
@@ -51,6 +54,7 @@ mod served;
 mod settings_command;
 mod snapshot;
 mod status;
+mod stream;
 mod throttle;
 mod top;
 mod verify;
@@ -112,7 +116,9 @@ pub fn main() -> ExitCode {
         WeirCommand::Group(command) => disks_and_groups::group(command),
         WeirCommand::Bitmap(arguments) => bitmap::run(arguments),
         WeirCommand::Backup(arguments) => backup::run(*arguments),
+        WeirCommand::Mirror(arguments) => mirror::run(*arguments),
         WeirCommand::Snapshot(arguments) => snapshot::run(*arguments),
+        WeirCommand::Stream(arguments) => stream::run(*arguments),
         WeirCommand::Jobs(arguments) => jobs::list(arguments),
         WeirCommand::Job(command) => jobs::run(command),
         WeirCommand::Reload(arguments) => reload::run(arguments),

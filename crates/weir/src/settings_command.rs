@@ -15,7 +15,7 @@ use api::MemberSettings;
 pub(crate) use arguments::SaveArgs;
 pub(crate) use config_file::PreparedConfigFile;
 use console::{CommandFailure, print, print_json};
-pub(crate) use disk_images::SavedImages;
+pub(crate) use disk_images::{NewImage, SavedImages};
 pub(crate) use edit::{with_table, without_table};
 use serde::Serialize;
 use serde_json::Value;

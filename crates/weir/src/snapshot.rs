@@ -27,7 +27,7 @@ use serde_json::{Value, json};
 
 use crate::{
     client::{ClientError, ControlAddress, ControlClient, report::DaemonReport},
-    settings_command::{SaveArgs, SavedImages},
+    settings_command::{NewImage, SaveArgs, SavedImages},
 };
 
 pub(crate) const EXAMPLES: &str = "\
@@ -41,7 +41,7 @@ Examples:
   weir snapshot vm1 --internal monday
       Inside the qcow2 image. `weir image snapshot -l vm1.qcow2` lists it once the disk is not served.
   weir snapshot vm1 --save --quiesce-command 'virsh-freeze vm1'
-      Runs `virsh-freeze vm1 freeze` before, and `virsh-freeze vm1 thaw` after, whatever happens.
+      Runs `virsh-freeze vm1 freeze` before, and `virsh-freeze vm1 thaw` after, also if the snapshot fails.
 
 The file that a disk had before is read-only from now on: it is the backing file of the overlay. Never serve it for \
 writing and never delete it while an overlay needs it. A disk of a config file needs --save, because the next start \
@@ -63,7 +63,8 @@ pub(crate) struct SnapshotArgs {
     /// Further disks, at the same instant
     #[arg(long, value_name = "DISK", value_delimiter = ',')]
     disks: Vec<String>,
-    /// New overlay in which the disk continues [default: IMAGE.snap-N.qcow2, beside its image]
+    /// New overlay in which the disk continues [default: IMAGE.snap-N.qcow2 beside its image,
+    /// without the extension of IMAGE]
     #[arg(long, value_name = "FILE", conflicts_with = "disks")]
     to: Option<PathBuf>,
     /// Take an internal snapshot with this name, of qcow2 images
@@ -130,10 +131,16 @@ fn take_external(
     let mut overlays = Vec::new();
     for name in disks {
         let disk = report.disks.iter().find(|known| known.name == *name);
-        let overlay = NewOverlay::create(disk.context("looked up before")?, arguments.to.as_deref())?;
-        overlays.push(overlay);
+        let disk = disk.context("looked up before")?;
+        overlays.push(NewOverlay::create(disk, arguments.to.as_deref(), arguments.save.save)?);
     }
-    let images = overlays.iter().map(|overlay| (overlay.disk.clone(), overlay.path.clone())).collect();
+    let image = |overlay: &NewOverlay| NewImage {
+        disk: overlay.disk.clone(),
+        path: overlay.path.clone(),
+        format: "qcow2",
+        is_new: true,
+    };
+    let images = overlays.iter().map(image).collect();
     let mut config = SavedImages::prepare(report, &arguments.save, images)?;
     let mut snapshots = Vec::new();
     for (number, overlay) in overlays.iter().enumerate() {
@@ -156,7 +163,9 @@ fn take_external(
         Err(error) => {
             if let Err(restoring) = config.restore() {
                 overlays.into_iter().for_each(NewOverlay::keep);
-                bail!("{error:#}; the config file still names the overlays, which are kept: {restoring:#}");
+                bail!(
+                    "{error:#}; the config file names the overlays, which are empty and are kept: {restoring:#}"
+                );
             }
             Err(error)
         }
@@ -165,7 +174,10 @@ fn take_external(
 
 /// The daemon has not answered: it may have taken the snapshots or not.
 #[derive(Debug, thiserror::Error)]
-#[error("the result is unknown ({0}); `weir status --json` shows the images of the disks")]
+#[error(
+    "the result is unknown ({0}); `weir status --json` shows the images of the disks, and an overlay that \
+     none of them uses is empty (a start with it is right)"
+)]
 struct UnknownResult(String);
 
 /// A request to the daemon.
@@ -192,9 +204,15 @@ impl Request<'_> {
         let taken = commit().and_then(|()| {
             // Without a deadline, the daemon could take the snapshots after this process has given
             // up, or after the thaw.
-            let remaining = frozen.as_ref().map_or(LONGEST, FrozenGuests::remaining).min(LONGEST);
-            let deadline_ms = u64::try_from(remaining.as_millis()).expect("it has an upper bound");
-            let request = json!({ "snapshots": snapshots, "deadline-ms": deadline_ms });
+            let deadline = frozen.as_ref().map(FrozenGuests::deadline);
+            let (remaining, uptime) = deadline.unwrap_or((LONGEST, None));
+            let milliseconds = |time: Duration| u64::try_from(time.as_millis()).unwrap_or(u64::MAX);
+            let mut request =
+                json!({ "snapshots": snapshots, "deadline-ms": milliseconds(remaining.min(LONGEST)) });
+            // The daemon may receive the request late.
+            if let Some(uptime) = uptime {
+                request["deadline-uptime-ms"] = milliseconds(uptime).into();
+            }
             client.execute_typed("x-weir-snapshot", request).map_err(|error| match error {
                 ClientError::Rejected(_) => error.into(),
                 error => UnknownResult(error.to_string()).into(),

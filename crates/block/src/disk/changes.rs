@@ -1,13 +1,15 @@
-//! Changes of a disk's content: the gate that they pass, and points in time of the content.
+//! Changes of a disk's content: the gate that they pass, points in time of the content, and the
+//! tracking of changes.
 //!
 //! ```text
-//!   write, write-zeroes, discard, shrink ─► begin_change ─► image
+//!   write, write-zeroes, discard, shrink ─► begin_change ─► image ─► ChangeGuard is dropped
 //!                                               ▲
-//!   begin_point_in_time ─► quiesce: the gate is closed, no change is in flight ─► opened
+//!   begin_point_in_time ─┬─► quiesce: the gate is closed, no change is in flight ─► opened
+//!   begin_tracking ──────┘
 //! ```
 //!
 //! Every call of an image's method that changes its content is preceded by `begin_change`. Never
-//! returns an error to a client: a failure ends the point in time.
+//! returns an error to a client: a failure ends the point in time or the tracking.
 
 use std::{ops::Range, sync::Arc};
 
@@ -17,7 +19,10 @@ use super::{AdmissionPermit, Disk};
 use crate::{
     current_image::ImageHandle,
     layer::{
-        copy_before_write::{ChangeKind, OldData, PointFailure, PointInTime, PointOptions, Saved},
+        copy_before_write::{
+            ChangeKind, ChangeObservers, OldData, PointFailure, PointInTime, PointOptions, Saved,
+            TrackedChange,
+        },
         throttle::BackgroundMember,
     },
     recorder::DiskOperation,
@@ -28,12 +33,39 @@ use storage::{
     epoch_gate::{ExclusiveGuard, RequestGuard},
 };
 
-/// Timeout of [`Disk::begin_point_in_time`]: clients' changes wait for as long.
+/// Timeout of [`Disk::begin_point_in_time`] and [`Disk::begin_tracking`]: clients' changes wait for
+/// as long.
 pub(super) const QUIESCE_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// A change in flight, and the image that it must be made in. The gate is closed while the image is
 /// switched, so the image is the current one until the guard is dropped.
-pub(super) type ImageChange<'a> = (RequestGuard<'a>, Arc<ImageHandle>);
+pub(super) type ImageChange<'a> = (ChangeGuard<'a>, Arc<ImageHandle>);
+
+/// Guard of a change in flight. If it is dropped before it [ends](ChangeGuard::end), the change was
+/// cancelled.
+#[derive(Debug)]
+pub(super) struct ChangeGuard<'a> {
+    /// Dropped before the gate is left, which a mirror waits for. Boxed, since it is rare.
+    tracked: Option<Box<TrackedChange>>,
+    _inside: RequestGuard<'a>,
+}
+
+impl ChangeGuard<'_> {
+    /// Ends a change with its result. A part of a change that has failed may still be in flight, as
+    /// of a cancelled one.
+    pub(super) fn end<T, E>(self, result: std::result::Result<T, E>) -> std::result::Result<T, E> {
+        if let (Some(tracked), Ok(_)) = (self.tracked, &result) {
+            tracked.end();
+        }
+        result
+    }
+}
+
+impl<'a> From<RequestGuard<'a>> for ChangeGuard<'a> {
+    fn from(inside: RequestGuard<'a>) -> Self {
+        Self { tracked: None, _inside: inside }
+    }
+}
 
 /// Guard of a disk without changes in flight. Changes wait until it is dropped.
 #[derive(Debug)]
@@ -101,20 +133,27 @@ impl Disk {
         }
         let result = reactor::timeout(QUIESCE_TIMEOUT, at_instant(&point)).await;
         let result = result.unwrap_or_else(|_| Err(not_quiet(Error::TIMED_OUT).into()))?;
-        self.copy_before_write.set(Arc::clone(&point), &quiesced.0)?;
+        let observers = ChangeObservers { point: Some(Arc::clone(&point)), tracker: None };
+        self.copy_before_write.set(observers, &quiesced.0)?;
         Ok((DiskPoint { disk: Arc::clone(self), point }, result))
     }
 
-    /// True if there is a point in time: a backup is running.
-    pub fn has_point_in_time(&self) -> bool {
+    /// True if there is a point in time, or changes are tracked: a job is running.
+    pub fn has_job(&self) -> bool {
         self.copy_before_write.is_active()
     }
 
     /// Waits until background work of `bytes` on this disk is admitted, and charges it.
     pub async fn admit_background(&self, member: &BackgroundMember, bytes: u64) -> AdmissionPermit {
         member.admit(&self.member, bytes).await;
-        // Not recorded, and without latencies: it is no request of a client.
-        AdmissionPermit { requests: 1, cancel_token: None, times: None, lengths: None, _in_flight: None }
+        AdmissionPermit::background()
+    }
+
+    /// As [`Disk::admit_background`], for work that must not wait, because clients wait for it: the
+    /// next work is charged for it as well.
+    pub fn charge_background_later(&self, member: &BackgroundMember, bytes: u64) -> AdmissionPermit {
+        member.charge_later(bytes);
+        AdmissionPermit::background()
     }
 
     /// Begins a write of `length` bytes at `offset` of the returned image, which ends when the
@@ -131,7 +170,7 @@ impl Disk {
 
     async fn begin_change_of(&self, kind: ChangeKind, offset: u64, length: u64) -> ImageChange<'_> {
         let guard = match self.copy_before_write.try_enter() {
-            Some(guard) => guard,
+            Some(guard) => guard.into(),
             // Boxed: the unusual path must not enlarge the future of every change.
             None => Box::pin(self.save_and_enter(offset..offset.saturating_add(length), kind)).await.0,
         };
@@ -142,34 +181,34 @@ impl Disk {
     /// As [`Disk::begin_change`], for a change of the allocation that leaves the content as it is.
     pub(super) async fn begin_allocation(&self) -> ImageChange<'_> {
         let (guard, _) = self.copy_before_write.enter().await;
-        (guard, self.image.get())
+        (guard.into(), self.image.get())
     }
 
     /// As [`Disk::begin_change`], for a discard. `None` if it must not be executed, because the
     /// buffer has no room for the old data, or too little of it is left for writes.
     pub(super) async fn begin_discard(&self, offset: u64, length: u64) -> Option<ImageChange<'_>> {
         if let Some(guard) = self.copy_before_write.try_enter() {
-            return Some((guard, self.image.get()));
+            return Some((guard.into(), self.image.get()));
         }
         let range = offset..offset.saturating_add(length);
         let (guard, saved) = Box::pin(self.save_and_enter(range, ChangeKind::Discard)).await;
         (saved == Saved::Proceed).then(|| (guard, self.image.get()))
     }
 
-    async fn save_and_enter(&self, range: Range<u64>, kind: ChangeKind) -> (RequestGuard<'_>, Saved) {
-        let (guard, point) = self.copy_before_write.enter().await;
+    async fn save_and_enter(&self, range: Range<u64>, kind: ChangeKind) -> (ChangeGuard<'_>, Saved) {
+        let (inside, ChangeObservers { point, tracker }) = self.copy_before_write.enter().await;
         let saved = match point {
-            Some(point) => point.save(range, kind).await,
+            Some(point) => point.save(range.clone(), kind).await,
             None => Saved::Proceed,
         };
-        (guard, saved)
+        let tracked = tracker.map(|tracker| Box::new(TrackedChange::new(tracker, range)));
+        (ChangeGuard { tracked, _inside: inside }, saved)
     }
 
-    /// Ends the point in time, if there is one, because its content will not be available.
-    pub(super) fn fail_point_in_time(&self, failure: PointFailure) {
-        if let Some(point) = self.copy_before_write.current() {
-            point.fail(failure);
-        }
+    /// Ends the point in time or the tracking, if there is one, because its content will not be
+    /// available.
+    pub(super) fn fail_job(&self, failure: PointFailure) {
+        self.copy_before_write.current().fail(failure);
     }
 }
 

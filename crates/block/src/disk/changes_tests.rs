@@ -94,7 +94,7 @@ fn a_full_buffer_fails_the_point_and_not_the_write() {
         assert_eq!(point.point().buffered_bytes(), 0, "its memory is free");
         write(&disk, 2 * CLUSTER, 1).await;
         drop(point);
-        assert!(!disk.has_point_in_time());
+        assert!(!disk.has_job());
         drop(begin(&disk, CLUSTER).await);
     });
 }
@@ -151,13 +151,13 @@ fn a_synchronous_write_saves_nothing_and_is_not_executed() {
         let disk = disk().await;
         let memory = GuestMemory::new(vec![Region::on_heap(0, 0, 4096)]).expect("one region");
         let data = [memory.range(0, 4096).expect("inside")];
-        assert!(disk.is_instant());
+        let batch = disk.instant().expect("in memory");
         let point = begin(&disk, CLUSTER).await;
-        assert!(!disk.is_instant());
-        assert_eq!(disk.write_now(&admit(&disk).await, 0, &data), None);
+        assert!(disk.instant().is_none());
+        assert_eq!(batch.write(&admit(&disk).await, 0, &data), None);
         assert_eq!(first_bytes(&disk).await, [7; 4096]);
         drop(point);
-        assert_eq!(disk.write_now(&admit(&disk).await, 0, &data), Some(Ok(())));
+        assert_eq!(batch.write(&admit(&disk).await, 0, &data), Some(Ok(())));
     });
 }
 
@@ -201,7 +201,7 @@ fn a_point_in_time_prevents_an_upgrade() {
         let disk = Arc::new(Disk::new("disk", image, Default::default(), None).expect("no limits"));
         assert_eq!(disk.check_upgrade(), Ok(()));
         let point = begin(&disk, CLUSTER).await;
-        assert_eq!(disk.check_upgrade(), Err(UpgradeRefusal::PointInTime));
+        assert_eq!(disk.check_upgrade(), Err(UpgradeRefusal::Job));
         drop(point);
         assert_eq!(disk.check_upgrade(), Ok(()));
     });

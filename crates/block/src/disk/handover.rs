@@ -159,11 +159,11 @@ impl Disk {
         }
         // The guest moves to another process; a backup must not delay that: a large change in
         // flight saves no more old data.
-        self.fail_point_in_time(PointFailure::HandedOver);
+        self.fail_job(PointFailure::HandedOver);
         // Waits for the requests in flight; later ones wait here and fail once `held` is false.
         let _drained = handover.in_flight.exclusive(0..1).await;
         // One may have begun before the image was drained.
-        self.fail_point_in_time(PointFailure::HandedOver);
+        self.fail_job(PointFailure::HandedOver);
         // Written before the locks are released, or the next process would read stale metadata.
         if let Err(error) = self.image().hand_over().await {
             tracing::error!(

@@ -2,7 +2,10 @@
 //!
 //! Never reads beyond a new end: each change of the size invalidates what was read ahead.
 
+use std::sync::atomic::Ordering::Relaxed;
+
 use super::{AdmissionPermit, Disk};
+use crate::layer::copy_before_write::PointFailure;
 use reactor::error::Result;
 use storage::ResizeError;
 
@@ -13,10 +16,13 @@ impl Disk {
         // A shrink changes everything beyond the new end.
         let (_change, image) = self.begin_removal(size_bytes, u64::MAX).await;
         let old = self.size_bytes();
+        // Before the change: one that fails or is cancelled may have changed a part.
+        self.size_changes.fetch_add(1, Relaxed);
         // Invalidates everything: the image may have been truncated from outside too, unnoticed.
         self.prefetch.change(0, u64::MAX, image.resize(size_bytes)).await?;
         self.follow_size();
         if size_bytes != old {
+            self.fail_tracking(PointFailure::Resized);
             self.resized.notify(usize::MAX);
         }
         // Rate-limited: a client of an export as a file may resize it at any rate.
@@ -32,6 +38,11 @@ impl Disk {
             );
         }
         Ok(())
+    }
+
+    /// Number of changes of the size that have begun since the disk was created, successful or not.
+    pub fn size_changes(&self) -> u64 {
+        self.size_changes.load(Relaxed)
     }
 
     /// Reserves space for a range, which may lie past the end: see
@@ -85,6 +96,8 @@ impl Disk {
                 "the size of the image was changed from outside: new clients see the new size"
             );
             self.prefetch.invalidate_all();
+            self.size_changes.fetch_add(1, Relaxed);
+            self.fail_tracking(PointFailure::Resized);
         }
         // Also without a difference: a resize that was cancelled may have changed the size before.
         self.follow_size();

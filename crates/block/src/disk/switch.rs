@@ -7,9 +7,9 @@
 //!                     later ──────► new image
 //! ```
 //!
-//! The new image has the same content at that instant: an overlay over the old image, or a copy of
-//! it. So a read that is in flight returns the same bytes from either, and prefetched data stays
-//! valid.
+//! The new image has the same content at that instant: an overlay over the old image, a copy of it,
+//! or the same image with a shorter chain. So a read that is in flight returns the same bytes from
+//! either, and prefetched data stays valid.
 //!
 //! A flush covers the changes that completed before it was sent. Those made before the switch are
 //! durable when the caller switches, those made after it are in the new image: so a flush of the
@@ -55,11 +55,13 @@ impl Disk {
     ///
     /// The caller guarantees:
     /// - `new` has the size and the content of the disk at this instant, and is as writable;
-    /// - all completed changes are durable in `new`: after [`Disk::flush_quiesced`], and after a
-    ///   flush of `new` if it is a copy;
+    /// - all completed changes are durable in `new`: after [`Disk::flush_quiesced`], or after a
+    ///   flush of `new` if it is a copy. This does not apply to the same image [over another
+    ///   chain](image::qcow2::ExclusiveImage::replace_backing), whose flush covers them;
     /// - the memory of its caches is [reserved](Disk::reserve_memory_for);
-    /// - the previous image is not changed while requests, a point in time or an overlay use it. It
-    ///   may be closed when no other owner of it is left ([`Arc::strong_count`]);
+    /// - the previous image is not changed while requests, a point in time or an overlay use it,
+    ///   except by `new` if it is the same image. It may be closed when it has no other owner any
+    ///   more ([`Arc::strong_count`]);
     /// - the disk has no handover, which belongs to the files of the previous image;
     /// - `new` has the cache mode of the disk: clients learn when they connect whether they must
     ///   flush.
@@ -79,7 +81,7 @@ impl Disk {
         old
     }
 
-    fn check_guard(&self, quiesced: &QuiescedDisk<'_>) {
+    pub(super) fn check_guard(&self, quiesced: &QuiescedDisk<'_>) {
         assert!(self.copy_before_write.is_closed_by(&quiesced.0), "the guard is that of another disk");
     }
 }

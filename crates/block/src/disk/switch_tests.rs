@@ -15,7 +15,11 @@ use image::{
         header::BackingReference,
     },
 };
-use reactor::{buffer::IoBuffer, sim};
+use reactor::{
+    buffer::IoBuffer,
+    guest::{GuestMemory, Region},
+    sim,
+};
 use storage::{
     Durability, Storage,
     align::Align,
@@ -72,6 +76,27 @@ fn writes_after_a_switch_go_to_the_overlay() {
         assert_eq!(found, [1, 2, 7]);
         let below = old.read(4096, 1).await.expect("memory").to_vec();
         assert_eq!(below, [7], "the old image is unchanged");
+    });
+}
+
+#[test]
+fn a_batch_that_began_before_a_switch_does_not_write_to_the_old_image() {
+    sim::run(1, async {
+        let disk = disk(memory(7).await);
+        let guest = GuestMemory::new(vec![Region::on_heap(0, 0, 4096)]).expect("one region");
+        let data = [guest.range(0, 4096).expect("inside")];
+        let batch = disk.instant().expect("in memory");
+        let quiesced = quiesce(&disk).await;
+        disk.flush_quiesced(&quiesced).await.expect("memory");
+        let old = disk.switch_image(&quiesced, Arc::new(memory(7).await));
+        drop(quiesced);
+        let permit = disk.admit(Direction::Write, RequestCost::one(4096)).await;
+        assert_eq!(batch.write(&permit, 0, &data), None);
+        assert_eq!(old.read(0, 1).await.expect("memory").to_vec(), [7]);
+        let batch = disk.instant().expect("in memory");
+        let permit = disk.admit(Direction::Write, RequestCost::one(4096)).await;
+        assert_eq!(batch.write(&permit, 0, &data), Some(Ok(())));
+        assert_eq!(byte_at(&disk, 0).await, 0);
     });
 }
 

@@ -6,6 +6,9 @@
 
 use policy::time::Duration;
 
+use image::Image;
+use storage::FilesClosed;
+
 use super::Disk;
 use reactor::error::{Error, Result};
 
@@ -13,24 +16,6 @@ use reactor::error::{Error, Result};
 const RESPONSE_TIMEOUT: Duration = Duration::from_secs(10);
 /// Interval between two checks.
 const CHECK_INTERVAL: Duration = Duration::from_secs(1);
-
-/// Notification that the files of a disk are closed: see [`Disk::closed`].
-#[derive(Debug)]
-pub struct FilesClosed(Vec<async_channel::Receiver<()>>);
-
-impl FilesClosed {
-    /// Waits until all files are closed and their locks are released, for `timeout` at most.
-    /// Returns true if they are.
-    pub async fn within(self, timeout: Duration) -> bool {
-        let closed = async {
-            for file in self.0 {
-                // The channel carries no values; it closes.
-                let _ = file.recv().await;
-            }
-        };
-        reactor::timeout(timeout, closed).await.is_ok()
-    }
-}
 
 impl Disk {
     /// Waits until a file system below the disk has not answered for ten seconds. Then fails the
@@ -79,7 +64,8 @@ impl Disk {
 
     /// Returns the notification that the disk's files are closed, which follows its last use.
     pub fn closed(&self) -> FilesClosed {
-        FilesClosed(self.image.in_use().iter().flat_map(|image| image.closed()).collect())
+        let images = self.image.in_use();
+        FilesClosed::of(images.iter().flat_map(|image| image.chain()).flat_map(Image::files))
     }
 
     /// Reads the size again, as [`Disk::refresh_size`] does, but waits for the file system for at

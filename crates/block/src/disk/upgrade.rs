@@ -42,9 +42,9 @@ pub enum UpgradeRefusal {
     /// The disk is stopped by an error, and clients wait for `resume`.
     #[error("an error has stopped it (`weir resume` continues it)")]
     Stopped,
-    /// A backup is running, whose state is in this process.
-    #[error("a backup of it is running (`weir job cancel` ends it)")]
-    PointInTime,
+    /// A job is running, whose state is in this process.
+    #[error("a job of it is running (`weir job cancel` ends it)")]
+    Job,
     /// The new process, another client of the server, may read stale data.
     #[error(
         "its image is on an NBD server without NBD_FLAG_CAN_MULTI_CONN, or uses cache=unsafe, so \
@@ -69,8 +69,8 @@ impl Disk {
         if image.storage().is_memory() {
             return Err(UpgradeRefusal::Memory);
         }
-        if self.has_point_in_time() {
-            return Err(UpgradeRefusal::PointInTime);
+        if self.has_job() {
+            return Err(UpgradeRefusal::Job);
         }
         // The new process must read what this process has written to a server.
         let mut remote = image.files().filter(|storage| storage.remote_status().is_some());
@@ -152,17 +152,15 @@ impl Disk {
     }
 
     /// Suspends the disk: writes cached data to the files, so that another process can resume it.
-    /// No request may be in flight or made until [`Disk::resume`]. A point in time fails, and none
-    /// can begin until then: [`Disk::check_upgrade`] has refused those before. A disk with handover
+    /// No request may be in flight or made until [`Disk::resume`]. A job fails, and none can begin
+    /// until then: [`Disk::check_upgrade`] has refused those before. A disk with handover
     /// is [held](Disk::retain). Storage that does not answer is waited for at most twice
     /// [`QUIESCE_TIMEOUT`].
     ///
     /// # Errors
     /// The image's error, [`Error::TIMED_OUT`]; the disk can be resumed.
     pub async fn suspend(&self) -> Result<(), Error> {
-        if let Some(point) = self.copy_before_write.suspend(true) {
-            point.fail(PointFailure::HandedOver);
-        }
+        self.copy_before_write.suspend(true).fail(PointFailure::HandedOver);
         let is_quiet = async {
             self.prefetch.stop().await;
             // Operations of cancelled requests may still be in flight. They end soon, without

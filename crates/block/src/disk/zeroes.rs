@@ -61,12 +61,13 @@ impl Disk {
         options: ZeroOptions,
     ) -> Result<()> {
         let zero = async || {
-            let (_change, image) = match operation {
+            let (change, image) = match operation {
                 // As long as a write.
                 DiskOperation::Write => self.begin_change(offset, length).await,
                 _ => self.begin_removal(offset, length).await,
             };
-            self.prefetch.change(offset, length, image.write_zeroes(offset, length, options)).await
+            change
+                .end(self.prefetch.change(offset, length, image.write_zeroes(offset, length, options)).await)
         };
         self.run_until_done(operation, (offset, length), permit, zero).await
     }

@@ -42,7 +42,7 @@ mod timer;
 mod tree;
 mod waiter;
 
-pub use background::{BackgroundMember, BackgroundSettings};
+pub use background::{BackgroundCause, BackgroundMember, BackgroundSettings, CauseOwner};
 pub use group::ThrottleGroup;
 pub use member::ThrottleMember;
 pub use settings::{DiskSettings, GroupSettings};

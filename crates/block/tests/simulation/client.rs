@@ -10,7 +10,10 @@ use std::{
     sync::Arc,
 };
 
-use block::disk::Disk;
+use block::{
+    disk::Disk,
+    layer::throttle::{GroupSettings, ThrottleGroup},
+};
 use policy::{
     prefetch::{PrefetchConfig, PrefetchMode},
     request::Direction,
@@ -57,6 +60,28 @@ pub(crate) struct Shared {
     pub(crate) sent: [Cell<u64>; 2],
     /// Number of those that succeeded.
     pub(crate) succeeded: [Cell<u64>; 2],
+}
+
+impl Shared {
+    /// State of a disk with this content, whose group has no limits.
+    pub(crate) fn new(
+        content: Vec<u8>,
+        block_bytes: usize,
+        counts: &Rc<RefCell<EventCounts>>,
+        may_fail: bool,
+    ) -> Self {
+        let group = ThrottleGroup::new("group", GroupSettings::default(), None).expect("no limits");
+        Self {
+            model: RefCell::new(Model::new(content, block_bytes)),
+            counts: Rc::clone(counts),
+            passed: Rc::new(RefCell::new(GroupSamples::new(&group, 1 << 20))),
+            may_fail,
+            block_bytes,
+            bypassed: Cell::new(false),
+            sent: [Cell::new(0), Cell::new(0)],
+            succeeded: [Cell::new(0), Cell::new(0)],
+        }
+    }
 }
 
 /// One client.

@@ -1,11 +1,7 @@
 //! One or two disks of a throttle group under several clients, through errors, cancellations and
 //! crashes.
 
-use std::{
-    cell::{Cell, RefCell},
-    rc::Rc,
-    sync::Arc,
-};
+use std::{cell::RefCell, rc::Rc, sync::Arc};
 
 use block::{
     disk::{Disk, DiskTotals},
@@ -27,7 +23,6 @@ use storage::{
 use crate::{
     client::{Client, EventCounts, Shared, chance, draw_prefetch, short_time},
     group_samples::GroupSamples,
-    model::Model,
     seeds,
 };
 
@@ -147,14 +142,8 @@ impl DiskLife {
         let content: Vec<u8> =
             sim::random(|random| (0..block_bytes * blocks).map(|_| random.u8(..)).collect());
         let shared = Shared {
-            model: RefCell::new(Model::new(content.clone(), block_bytes)),
-            counts: Rc::clone(tally),
             passed: Rc::clone(passed),
-            may_fail: errors > 0.0 || faults,
-            block_bytes,
-            bypassed: Cell::new(false),
-            sent: [Cell::new(0), Cell::new(0)],
-            succeeded: [Cell::new(0), Cell::new(0)],
+            ..Shared::new(content.clone(), block_bytes, tally, errors > 0.0 || faults)
         };
         Self {
             group: Arc::clone(group),

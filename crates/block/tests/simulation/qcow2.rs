@@ -15,16 +15,9 @@
 mod keeper;
 mod kind;
 
-use std::{
-    cell::{Cell, RefCell},
-    rc::Rc,
-    sync::Arc,
-};
+use std::{cell::RefCell, rc::Rc, sync::Arc};
 
-use block::{
-    disk::Disk,
-    layer::throttle::{DiskSettings, GroupSettings, ThrottleGroup},
-};
+use block::{disk::Disk, layer::throttle::DiskSettings};
 use image::{Image, Qcow2Image, qcow2::bitmap::BitmapError};
 use policy::time::Duration;
 use reactor::{JoinHandle, now, sim, sleep_until, spawn_joinable, timeout};
@@ -40,8 +33,6 @@ use self::{
 };
 use crate::{
     client::{Client, EventCounts, Shared, chance, draw_prefetch, short_time},
-    group_samples::GroupSamples,
-    model::Model,
     references, seeds,
 };
 
@@ -113,22 +104,12 @@ impl ImageLife {
         }
         let before = has_bitmap.then(|| disk.clone());
         let block_bytes = kind.block_bytes;
-        let group = ThrottleGroup::new("group", GroupSettings::default(), None).expect("no limits");
         // Most seeds inject no errors, so that no request may fail.
         let errors = if chance(30) { sim::random(fastrand::Rng::f64) / 16.0 } else { 0.0 };
         let latency = Duration::from_micros(sim::random(|random| random.u64(..2000)));
         let kept =
             if kind.snapshots { KnownSnapshots::with_first(disk.clone()) } else { KnownSnapshots::default() };
-        let shared = Shared {
-            model: RefCell::new(Model::new(disk, block_bytes)),
-            counts: Rc::clone(tally),
-            passed: Rc::new(RefCell::new(GroupSamples::new(&group, 1 << 20))),
-            may_fail: errors > 0.0,
-            block_bytes,
-            bypassed: Cell::new(false),
-            sent: [Cell::new(0), Cell::new(0)],
-            succeeded: [Cell::new(0), Cell::new(0)],
-        };
+        let shared = Shared::new(disk, block_bytes, tally, errors > 0.0);
         Self {
             kind,
             shared: Rc::new(shared),

@@ -14,10 +14,7 @@ use std::{
     sync::Arc,
 };
 
-use block::{
-    disk::Disk,
-    layer::throttle::{DiskSettings, GroupSettings, ThrottleGroup},
-};
+use block::{disk::Disk, layer::throttle::DiskSettings};
 use image::{
     Image, Qcow2Image, RawImage,
     qcow2::{
@@ -36,8 +33,6 @@ use storage::{
 
 use crate::{
     client::{Client, EventCounts, Shared, chance, draw_prefetch, short_time},
-    group_samples::GroupSamples,
-    model::Model,
     references, seeds,
 };
 
@@ -103,19 +98,9 @@ impl DiskLife {
             true => (raw.clone(), raw),
             false => (qcow2_file(size_bytes, false).await, vec![0; size_bytes]),
         };
-        let group = ThrottleGroup::new("group", GroupSettings::default(), None).expect("no limits");
         let errors = if chance(30) { sim::random(fastrand::Rng::f64) / 16.0 } else { 0.0 };
         let latency = Duration::from_micros(sim::random(|random| random.u64(..2000)));
-        let shared = Shared {
-            model: RefCell::new(Model::new(disk, BLOCK_BYTES)),
-            counts: Rc::clone(tally),
-            passed: Rc::new(RefCell::new(GroupSamples::new(&group, 1 << 20))),
-            may_fail: errors > 0.0,
-            block_bytes: BLOCK_BYTES,
-            bypassed: Cell::new(false),
-            sent: [Cell::new(0), Cell::new(0)],
-            succeeded: [Cell::new(0), Cell::new(0)],
-        };
+        let shared = Shared::new(disk, BLOCK_BYTES, tally, errors > 0.0);
         Self {
             shared: Rc::new(shared),
             behaviour: Behaviour { block_bytes: BLOCK_BYTES, latency, error_probability: errors },

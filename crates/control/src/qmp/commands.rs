@@ -36,8 +36,10 @@ mod endpoint;
 mod event;
 mod export;
 mod job;
+mod job_arguments;
 mod latency;
 mod migration;
+mod mirror;
 mod node;
 mod object;
 mod process;
@@ -50,6 +52,7 @@ mod server;
 mod set;
 mod snapshot;
 mod status;
+mod stream;
 mod throttle;
 mod upgrade;
 
@@ -106,16 +109,22 @@ pub(crate) const TABLE: &[CommandEntry] = &[
     CommandEntry::of::<migration::MoveDisk>(),
     CommandEntry::of::<backup::StartBackup>(),
     CommandEntry::of::<backup::BlockdevBackup>(),
+    CommandEntry::of::<mirror::StartMirror>(),
+    CommandEntry::of::<mirror::BlockdevMirror>(),
+    CommandEntry::of::<stream::StartStream>(),
+    CommandEntry::of::<stream::BlockStream>(),
     CommandEntry::of::<job::QueryJobReports>(),
     CommandEntry::of::<job::SetJob>(),
     CommandEntry::of::<job::PauseJob>(),
     CommandEntry::of::<job::ResumeJob>(),
     CommandEntry::of::<job::CancelJob>(),
+    CommandEntry::of::<job::CompleteJob>(),
     CommandEntry::of::<job::DismissJob>(),
     CommandEntry::of::<job::QueryJobs>(),
     CommandEntry::of::<job::QueryBlockJobs>(),
     CommandEntry::of::<job::SetBlockJobSpeed>(),
     CommandEntry::of::<job::CancelBlockJob>(),
+    CommandEntry::of::<job::CompleteBlockJob>(),
     CommandEntry::of::<job::PauseBlockJob>(),
     CommandEntry::of::<job::ResumeBlockJob>(),
     CommandEntry::of::<snapshot::TakeSnapshots>(),

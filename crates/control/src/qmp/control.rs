@@ -3,6 +3,7 @@
 
 use std::{cell::RefCell, rc::Rc};
 
+use api::JobReport;
 use policy::request::Direction;
 use reactor::{JoinHandle, operation::Fd};
 use serde_json::{Value, json};
@@ -95,15 +96,15 @@ fn emit_change(events: &QmpEvents, change: &RegistryChange) {
         RegistryChange::JobChanged { id, state } => {
             events.emit("JOB_STATUS_CHANGE", json!({ "id": id, "status": state }));
         }
+        RegistryChange::JobIoFailed { id, direction } => {
+            let operation = if *direction == Direction::Read { "read" } else { "write" };
+            let data = json!({ "device": id, "operation": operation, "action": "report" });
+            events.emit("BLOCK_JOB_ERROR", data);
+        }
+        RegistryChange::JobReady { job } => events.emit("BLOCK_JOB_READY", block_job(job)),
         RegistryChange::JobEnded { job } => {
             let name = if job.is_cancelled { "BLOCK_JOB_CANCELLED" } else { "BLOCK_JOB_COMPLETED" };
-            let mut data = json!({
-                "type": job.kind,
-                "device": job.id,
-                "len": job.total_bytes,
-                "offset": job.done_bytes,
-                "speed": job.bps_total.unwrap_or(0),
-            });
+            let mut data = block_job(job);
             if let Some(error) = &job.error {
                 data["error"] = error.as_str().into();
             }
@@ -113,4 +114,15 @@ fn emit_change(events: &QmpEvents, change: &RegistryChange) {
             events.emit("X_WEIR_SETTINGS_CHANGED", json!({ "name": name }));
         }
     }
+}
+
+/// Members of QEMU's events of block jobs.
+fn block_job(job: &JobReport) -> Value {
+    json!({
+        "type": job.kind,
+        "device": job.id,
+        "len": job.total_bytes,
+        "offset": job.done_bytes,
+        "speed": job.bps_total.unwrap_or(0),
+    })
 }

@@ -6,6 +6,7 @@ use std::{
     path::PathBuf,
 };
 
+use anyhow::ensure;
 use policy::time::{Duration, Instant};
 use reactor::operation::{self, Fd};
 
@@ -64,6 +65,16 @@ impl Lifecycle {
             // Cancels pending accepts, which would still take the next client.
             self.control.borrow().iter().for_each(|(_, socket)| operation::cancel_all_on(socket));
         }
+    }
+
+    /// Fails if the daemon is stopping. Immediately before a job is listed: all listed jobs are
+    /// cancelled when the end of the daemon begins.
+    ///
+    /// # Errors
+    /// The daemon is stopping.
+    pub(crate) fn check_not_ending(&self) -> anyhow::Result<()> {
+        ensure!(!self.is_ending.get(), "weir is stopping");
+        Ok(())
     }
 
     /// Time since the start.

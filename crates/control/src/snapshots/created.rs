@@ -5,9 +5,8 @@
 //! its name by then.
 
 use std::{
-    fs::{self, OpenOptions, Permissions},
-    io,
-    os::unix::fs::{MetadataExt as _, OpenOptionsExt as _, PermissionsExt as _},
+    fs, io,
+    os::unix::fs::MetadataExt as _,
     path::{Path, PathBuf, absolute},
 };
 
@@ -19,7 +18,11 @@ use image::{
         header::BackingReference,
     },
 };
-use storage::{ImageFormat, OpenOptions as StorageOptions, open_async};
+use storage::{
+    FilesClosed, ImageFormat, OpenOptions as StorageOptions,
+    new_file::{check_directory, create_like},
+    open_async,
+};
 
 use crate::registry::{Registry, RunningDisk};
 
@@ -35,7 +38,8 @@ pub(crate) struct CreatedOverlay {
 }
 
 impl CreatedOverlay {
-    /// Creates an empty overlay over the image of a disk, with the mode of that image.
+    /// Creates an empty overlay over the image of a disk, with the owner and the mode of
+    /// that image, as far as possible.
     ///
     /// # Errors
     /// It exists, or cannot be created; the sandbox would not permit its use; nothing is left
@@ -57,14 +61,17 @@ impl CreatedOverlay {
             name: backing_name(&path, &base),
             format: Some(running.disk.image().format().name().to_owned()),
         };
-        let new = path.clone();
-        let created = reactor::run_blocking(move || create_file(&new, &base)).await;
-        let identity = created.map_err(|error| {
-            anyhow!(
-                "{shown}: cannot be created: {error} (create it with `qemu-img create -b`, and use \
-                 mode 'existing')"
-            )
-        })?;
+        let (new, root) = (path.clone(), registry.image_root().cloned());
+        let created = reactor::run_blocking(move || {
+            check_directory(&new)?;
+            if let (Some(root), Some(directory)) = (root, new.parent()) {
+                root.check(directory).map_err(|error| error.to_string())?;
+            }
+            create_file(&new, &base).map_err(|error| {
+                format!("{error} (create it with `qemu-img create -b`, and use mode 'existing')")
+            })
+        });
+        let identity = created.await.map_err(|why| anyhow!("{shown}: cannot be created: {why}"))?;
         let created = Self { path, identity };
         match created.write(running.disk.size_bytes(), backing).await {
             Ok(()) => Ok(created),
@@ -83,12 +90,9 @@ impl CreatedOverlay {
         create(&storage, None, &options).await?;
         storage.flush().await?;
         // The snapshot opens it again, and must find it unlocked.
-        let closed = storage.closed_channel();
+        let closed = FilesClosed::of(std::iter::once(&storage));
         drop(storage);
-        if let Some(closed) = closed {
-            // The channel carries no values; it closes.
-            let _ = closed.recv().await;
-        }
+        closed.all().await;
         let directory = self.path.parent().unwrap_or(Path::new("/")).to_owned();
         // The name is durable once its directory is synced.
         reactor::run_blocking(move || fs::File::open(directory)?.sync_all()).await?;
@@ -106,15 +110,10 @@ impl CreatedOverlay {
 
 /// Creates the file; returns its device and inode number. Nothing is left behind by a failure.
 fn create_file(path: &Path, base: &Path) -> io::Result<(u64, u64)> {
-    // It will hold the new data of the disk: readable as the present image is.
-    let mode = fs::metadata(base)?.permissions().mode() & 0o666;
-    let file = OpenOptions::new().write(true).create_new(true).mode(mode).open(path)?;
+    let file = create_like(path, base)?;
     let metadata = file.metadata()?;
     let identity = (metadata.dev(), metadata.ino());
-    // The mask of this process has been applied to the mode.
-    let prepared =
-        file.set_permissions(Permissions::from_mode(mode)).and_then(|()| file.set_len(MIN_FILE_BYTES));
-    if let Err(error) = prepared {
+    if let Err(error) = file.set_len(MIN_FILE_BYTES) {
         // The first error is the reason.
         let _ = remove_file(path, identity);
         return Err(error);
@@ -136,13 +135,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_mode_is_that_of_the_base_and_another_file_is_not_removed() {
+    fn another_file_is_not_removed() {
         let directory = tempfile::tempdir().expect("a directory");
         let (base, new) = (directory.path().join("base"), directory.path().join("new"));
         fs::write(&base, "").expect("written");
-        fs::set_permissions(&base, Permissions::from_mode(0o666)).expect("its owner");
         let identity = create_file(&new, &base).expect("it is new");
-        assert_eq!(fs::metadata(&new).expect("created").mode() & 0o777, 0o666, "whatever the umask");
         create_file(&new, &base).expect_err("it exists");
         let old = directory.path().join("old");
         fs::rename(&new, &old).expect("renamed");

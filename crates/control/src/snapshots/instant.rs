@@ -16,7 +16,7 @@ use std::{
 
 use anyhow::{Context as _, anyhow, bail, ensure};
 use block::disk::{Disk, QuiescedDisk};
-use image::{Qcow2Image, qcow2::snapshot::NewSnapshot};
+use image::{Image, Qcow2Image, qcow2::snapshot::NewSnapshot};
 use policy::time::{Duration, Instant};
 use reactor::error::Error;
 
@@ -61,16 +61,18 @@ pub(super) async fn take_all(
     // Nothing below can fail.
     for (PreparedSnapshot { running, below, kind, .. }, guard) in all.iter().zip(&quiesced) {
         if let PreparedKind::External(overlay) = kind {
-            overlay.qcow2.attach_backing(Arc::clone(below));
-            drop(running.disk.switch_image(guard, Arc::clone(&overlay.image)));
+            let image = Image::Qcow2(overlay.qcow2.attach_backing(Arc::clone(below)));
+            drop(running.disk.switch_image(guard, Arc::new(image)));
         }
     }
     drop(quiesced);
     Ok(reactor::now().nanos_since(began))
 }
 
-/// Fails if a disk has changed in a way that prevents its snapshot.
+/// Fails if a disk has changed in a way that prevents its snapshot, or the daemon is stopping: its
+/// end closes the images that the disks have.
 fn check(registry: &Registry, all: &[PreparedSnapshot]) -> anyhow::Result<()> {
+    registry.lifecycle.check_not_ending()?;
     for PreparedSnapshot { running, below, kind, .. } in all {
         check_state(running, below)?;
         if let PreparedKind::External(overlay) = kind {

@@ -87,3 +87,18 @@ fn internal_snapshots_in_time_stay() {
         assert_eq!([count(&all[0]).await, count(&all[1]).await], [1, 1]);
     });
 }
+
+#[test]
+fn no_snapshot_is_taken_once_the_daemon_is_stopping() {
+    sim::run(1, async {
+        let registry = Registry::new(None, Rc::new(|_| ()));
+        let all = [prepared(&registry, "a", Behaviour::default()).await];
+        registry.lifecycle.is_ending.set(true);
+        let error = take_all(&registry, &all, Instant::MAX).await.expect_err("it is stopping");
+        assert_eq!(error.to_string(), "weir is stopping");
+        assert_eq!(count(&all[0]).await, 0);
+        registry.lifecycle.is_ending.set(false);
+        take_all(&registry, &all, Instant::MAX).await.expect("nothing fails");
+        assert_eq!(count(&all[0]).await, 1);
+    });
+}

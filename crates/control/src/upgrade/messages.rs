@@ -33,7 +33,7 @@ use crate::quotas::StoredCounts;
 
 /// Version of the format. It changes whenever members are added or change their meaning, except
 /// members that may be missing, because an older process does not send them: those that are only
-/// logged, and counts of quotas.
+/// logged, counts of quotas, and names of overlays.
 pub(crate) const UPGRADE_FORMAT: u64 = 8;
 
 /// Message without attachments.
@@ -199,6 +199,9 @@ pub(super) struct OfferedDisk {
     pub(super) files: usize,
     pub(super) identity: DiskIdentity,
     pub(super) origin: ObjectOrigin<AddedDiskState>,
+    /// Names of the nodes that snapshots have put over it. An older process has none.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub(super) overlay_nodes: Vec<String>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]

@@ -256,6 +256,7 @@ impl NewProcess {
         workers: &[ReactorWorker],
     ) -> anyhow::Result<OldProcess> {
         let Self { channel, offer, devices, passed, .. } = self;
+        add_overlay_nodes(&offer, registry)?;
         let channel = channel.send_in_background(UpgradeMessage::Prepared, Vec::new(), Vec::new()).await?;
         let (channel, outcome, attachments): (_, QuiesceOutcome, _) = channel
             .receive_in_background(QUIESCE_TIMEOUT)
@@ -296,6 +297,23 @@ impl NewProcess {
         let in_use = machines.into_iter().chain(device_ids).collect();
         Ok(OldProcess { channel, devices, pause_began_ns: began_ns, in_use, clients: count, counted })
     }
+}
+
+/// Gives the nodes that snapshots have put over disks their names.
+///
+/// # Errors
+/// A name is in use here.
+fn add_overlay_nodes(offer: &UpgradeOffer, registry: &Registry) -> anyhow::Result<()> {
+    for offered in &offer.disks {
+        let running = registry.disks.get(&offered.name)?;
+        for node in &offered.overlay_nodes {
+            registry.check_name(node).with_context(|| {
+                format!("disk {}: a snapshot has put a node of this name over it", offered.name)
+            })?;
+        }
+        registry.disks.add_overlay_nodes(&running, offered.overlay_nodes.clone());
+    }
+    Ok(())
 }
 
 /// Parses the offer of the old process.

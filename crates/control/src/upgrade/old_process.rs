@@ -258,6 +258,7 @@ fn build_offer(registry: &Registry) -> anyhow::Result<(UpgradeOffer, Vec<OwnedFd
             files: files.len(),
             identity,
             origin: added_objects::disk_origin(&running),
+            overlay_nodes: running.overlay_nodes(),
         });
         descriptors.extend(files.into_iter().flat_map(|file| [file.main, file.buffered]));
     }

@@ -1,6 +1,5 @@
-//! Requests to a disk that never waits (storage in memory) complete at once when they are taken
-//! from the ring, without a future. Creating, moving and polling futures was a third of a request's
-//! cost.
+//! Requests to a disk that never waits ([`InstantDisk`]) complete at once when they are taken from
+//! the ring, without a future.
 //!
 //! Requests that have to wait for limits take the usual path: see `execute.rs`.
 
@@ -13,7 +12,7 @@ use super::{
 };
 use crate::batch::MergeBatch;
 use ::virtio::block::{BlkOperation, Data};
-use block::disk::AdmissionPermit;
+use block::disk::{AdmissionPermit, InstantDisk};
 use reactor::{error::Error, guest::GuestBytes};
 
 /// Number of requests of one queue that are admitted together: the lock of the group's tree is
@@ -24,10 +23,10 @@ impl VhostUserQueue {
     /// Executes all requests that are admitted at once; passes the rest to `fallback`.
     pub(super) fn execute_immediately(
         &self,
+        disk: &InstantDisk<'_>,
         batch: &mut MergeBatch<VringRequest>,
         mut fallback: impl FnMut(VringRequest),
     ) {
-        let disk = self.device.disk();
         let mut permits: SmallVec<[Option<AdmissionPermit>; MAX_ADMISSIONS]> = SmallVec::new();
         for chunk in batch.all().chunks(MAX_ADMISSIONS) {
             let costs = chunk.iter().filter_map(task).map(|(direction, _, data)| (direction, cost(data)));
@@ -39,7 +38,7 @@ impl VhostUserQueue {
         for incoming in batch.all().drain(..) {
             match task(&incoming).and_then(|_| permits.next().flatten()) {
                 Some(permit) => {
-                    if let Some(incoming) = self.execute_now(incoming, &permit) {
+                    if let Some(incoming) = self.execute_now(disk, incoming, &permit) {
                         fallback(incoming);
                     }
                 }
@@ -50,16 +49,20 @@ impl VhostUserQueue {
 
     /// Returns the request if the disk has ceased to be instant: it must be executed in the usual
     /// way, and is charged again there.
-    fn execute_now(&self, incoming: VringRequest, permit: &AdmissionPermit) -> Option<VringRequest> {
-        let disk = self.device.disk();
+    fn execute_now(
+        &self,
+        disk: &InstantDisk<'_>,
+        incoming: VringRequest,
+        permit: &AdmissionPermit,
+    ) -> Option<VringRequest> {
         let result = match task(&incoming) {
             _ if self.is_lost() => Some(Err(Error::FAULT)),
             Some((Direction::Read, offset, data)) => {
-                let result = disk.read_now(permit, offset, data);
+                let result = disk.read(permit, offset, data);
                 data.iter().for_each(|segment| self.mark_dirty(segment.guest_address(), segment.bytes()));
                 result
             }
-            Some((Direction::Write, offset, data)) => disk.write_now(permit, offset, data),
+            Some((Direction::Write, offset, data)) => disk.write(permit, offset, data),
             None => unreachable!("it has a pass"),
         };
         match result {

@@ -359,8 +359,8 @@ impl VhostUserQueue {
         if batch.is_empty() {
             return;
         }
-        if self.device.disk().is_instant() {
-            return self.execute_immediately(batch, |incoming| {
+        if let Some(disk) = self.device.disk().instant() {
+            return self.execute_immediately(&disk, batch, |incoming| {
                 spawner.spawn(self.counted(execute_one(Rc::clone(self), incoming)));
             });
         }

@@ -8,6 +8,7 @@ import { part, say } from "./element.js";
 import { Detail } from "./detail.js";
 import { Events } from "./events.js";
 import * as figures from "./figures.js";
+import { Jobs } from "./jobs.js";
 import { listen } from "./live.js";
 import { Store, operations } from "./store.js";
 import { Token } from "./token.js";
@@ -19,6 +20,7 @@ const store = new Store();
 const announce = (text) => { part("announcement").textContent = text; };
 const token = new Token(store);
 const tree = new Tree(part("tree"), store, (key, goThere) => choose(key, goThere), () => part("filter").focus());
+const jobs = new Jobs(part("jobs"), store, (key) => choose(key, true));
 const events = new Events(store, { choose: (key) => choose(key, true), announce });
 const detail = new Detail(part("detail"), store, { back, choose: (key) => choose(key), token, announce });
 /// Windows wide enough for list and details; the same condition is in style.css.
@@ -40,6 +42,7 @@ function soon() {
 
 function draw() {
     tree.update();
+    jobs.update();
     detail.update();
     token.update();
     // Before the first overview the number of disks is unknown.

@@ -10,6 +10,7 @@ export class Store {
     nodes = new Map();
     daemon = {};
     devices = new Map();
+    jobs = new Map();
     access = "read";
     timeMs = null;
     /// Incremented when nodes are added, removed or moved, so that the tree is rebuilt.
@@ -25,12 +26,14 @@ export class Store {
     overview(message) {
         this.nodes = new Map();
         this.devices = new Map();
+        this.jobs = new Map();
         this.daemon = message.daemon ?? {};
         this.access = message.access ?? "read";
         this.timeMs = message["time-ms"] ?? Date.now();
         this.take("group", message.groups);
         this.take("disk", message.disks);
         this.takeDevices(message.devices);
+        this.takeJobs(message.jobs);
         this.shape += 1;
     }
 
@@ -39,6 +42,8 @@ export class Store {
         this.take("group", message.groups);
         this.take("disk", message.disks);
         this.takeDevices(message.devices);
+        this.takeJobs(message.jobs);
+        for (const id of message.removed?.jobs ?? []) this.jobs.delete(id);
         for (const kind of ["group", "disk"]) {
             for (const name of message.removed?.[`${kind}s`] ?? []) {
                 this.shape += this.nodes.delete(Store.key(kind, name)) ? 1 : 0;
@@ -65,6 +70,11 @@ export class Store {
         for (const device of devices ?? []) {
             this.devices.set(device.name, Object.assign(this.devices.get(device.name) ?? {}, device));
         }
+    }
+
+    /// A job is always sent with all members.
+    takeJobs(jobs) {
+        for (const job of jobs ?? []) this.jobs.set(job.id, job);
     }
 
     get(key) {

@@ -67,7 +67,7 @@ pub async fn check_overlay<'a>(
     }
     if below.chain().count() >= MAX_CHAIN {
         let why = format!("the chain of backing files would be longer than {MAX_CHAIN} images");
-        return Err(refused(why, "shorten it: `weir image commit` or `weir image rebase`"));
+        return Err(refused(why, "shorten it: `weir stream`"));
     }
     let (size_bytes, below_bytes) = (image.size_bytes(), below.size_bytes());
     if size_bytes != below_bytes {

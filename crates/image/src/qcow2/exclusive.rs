@@ -82,7 +82,7 @@ impl Qcow2Image {
     /// Errors of the file; flushed data is not affected.
     pub async fn close(&self) -> Result<()> {
         // Another owner, such as a disk, still uses it, or closes it.
-        if let Some(backing) = self.backing.get().filter(|backing| Arc::strong_count(backing) == 1) {
+        if let Some(backing) = self.shared_backing().filter(|backing| Arc::strong_count(backing) == 1) {
             Box::pin(backing.close()).await?;
         }
         if self.is_read_only() {

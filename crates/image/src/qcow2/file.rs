@@ -11,7 +11,8 @@ use std::sync::{
 use super::{
     InvalidImage,
     header::{Qcow2Header, incompatible},
-    header_change, metadata_io,
+    header_change::{self, SECTOR},
+    metadata_io,
 };
 use reactor::{
     buffer::{IoBuffer, Segments},
@@ -23,9 +24,6 @@ use storage::{Durability, RangeLocks, ResizeError, Storage};
 const GROWTH_PART: u64 = 8;
 const MIN_GROWTH: u64 = 1 << 20;
 const MAX_GROWTH: u64 = 64 << 20;
-
-// Unit of header writes: sectors that did not change are not written.
-const SECTOR: usize = 512;
 
 /// The file of an image. See the head of this file.
 #[derive(Debug)]
@@ -271,10 +269,7 @@ impl ImageFile {
             Error::NO_SPACE
         })?;
         if let Err(error) = self.write_header(&old_bytes, &bytes).await {
-            // The file may contain either header now. Restore the old one, or stop all writes.
-            if self.write_header(&bytes, &old_bytes).await.is_err() {
-                self.stop_writing(error);
-            }
+            self.restore_header(&old, &old_bytes, &bytes, error).await;
             return Err(error);
         }
         // Published after both writes are durable, so that `header` never returns a header that a
@@ -283,8 +278,23 @@ impl ImageFile {
         Ok(())
     }
 
-    /// Writes the sectors that differ. The first one comes last, after a flush, since it refers to
-    /// the following ones.
+    /// Restores the header after a failed change, or stops all writes: then the file may have
+    /// either header.
+    async fn restore_header(&self, old: &Qcow2Header, old_bytes: &[u8], new_bytes: &[u8], error: Error) {
+        // The first sector only, if the others are valid with it: if this fails too, the new first
+        // sector still needs them.
+        let restored = match header_change::with_first_sector(new_bytes, old_bytes, old) {
+            Some(restored) => restored,
+            None => old_bytes.to_vec(),
+        };
+        match self.write_header(new_bytes, &restored).await {
+            Ok(()) => *self.stored_header() = StoredHeader::new(old.clone(), &restored),
+            Err(_) => self.stop_writing(error),
+        }
+    }
+
+    /// Writes the sectors that differ, and no other. The first one comes last, after a flush, since
+    /// it refers to the following ones.
     async fn write_header(&self, old: &[u8], new: &[u8]) -> Result<()> {
         let sectors = new.chunks(SECTOR).enumerate();
         let differ = sectors

@@ -255,14 +255,36 @@ impl Qcow2Header {
     /// # Errors
     /// Fails if it does not fit into a cluster or violates a rule.
     pub fn encode(&self) -> Result<Vec<u8>, InvalidImage> {
+        let mut bytes = self.encode_front(true)?;
+        if let Some(BackingReference { name, .. }) = &self.backing {
+            let at = bytes.len() as u64;
+            bytes[8..16].copy_from_slice(&at.to_be_bytes());
+            bytes[16..20].copy_from_slice(&(name.len() as u32).to_be_bytes());
+            bytes.extend(name.as_bytes());
+        }
+        if bytes.len() as u64 > self.cluster_bytes() {
+            return Err(InvalidImage::new(format!(
+                "the header needs {} bytes, but a cluster has {}",
+                bytes.len(),
+                self.cluster_bytes()
+            )));
+        }
+        bytes.resize(self.cluster_bytes() as usize, 0);
+        Ok(bytes)
+    }
+
+    /// Encodes the header and the extensions, the optional names of features included or not.
+    /// Offset and length of the backing file's name, in bytes 8 to 20, are 0.
+    ///
+    /// # Errors
+    /// Fails if it violates a rule.
+    pub(super) fn encode_front(&self, has_feature_names: bool) -> Result<Vec<u8>, InvalidImage> {
         self.check()?;
         let mut bytes = Vec::with_capacity(self.cluster_bytes() as usize);
         let put_u64 = |bytes: &mut Vec<u8>, value: u64| bytes.extend(value.to_be_bytes());
         let put_u32 = |bytes: &mut Vec<u8>, value: u32| bytes.extend(value.to_be_bytes());
         bytes.extend(MAGIC);
         put_u32(&mut bytes, self.version);
-        // Offset and length of the backing file's name, patched below: the name follows the
-        // extensions.
         bytes.extend([0; 12]);
         put_u32(&mut bytes, self.cluster_bits);
         put_u64(&mut bytes, self.size_bytes);
@@ -293,21 +315,7 @@ impl Qcow2Header {
             bytes.extend([0; 7]);
             bytes.extend(&self.later_fields);
         }
-        self.write_extensions(&mut bytes);
-        if let Some(BackingReference { name, .. }) = &self.backing {
-            let at = bytes.len() as u64;
-            bytes[8..16].copy_from_slice(&at.to_be_bytes());
-            bytes[16..20].copy_from_slice(&(name.len() as u32).to_be_bytes());
-            bytes.extend(name.as_bytes());
-        }
-        if bytes.len() as u64 > self.cluster_bytes() {
-            return Err(InvalidImage::new(format!(
-                "the header needs {} bytes, but a cluster has {}",
-                bytes.len(),
-                self.cluster_bytes()
-            )));
-        }
-        bytes.resize(self.cluster_bytes() as usize, 0);
+        self.write_extensions(&mut bytes, has_feature_names);
         Ok(bytes)
     }
 
@@ -378,7 +386,7 @@ impl Qcow2Header {
         Ok(())
     }
 
-    fn write_extensions(&self, bytes: &mut Vec<u8>) {
+    fn write_extensions(&self, bytes: &mut Vec<u8>, has_feature_names: bool) {
         let mut push_extension = |kind: u32, data: &[u8]| {
             bytes.extend(kind.to_be_bytes());
             bytes.extend((data.len() as u32).to_be_bytes());
@@ -399,7 +407,7 @@ impl Qcow2Header {
         }
         // Optional, and clusters of 512 bytes have no space for it.
         let names = FeatureName::table();
-        if self.version >= 3 && self.cluster_bytes() >= 4096 {
+        if has_feature_names && self.version >= 3 && self.cluster_bytes() >= 4096 {
             push_extension(extension::FEATURE_NAMES, &names);
         }
         for (kind, data) in &self.unknown_extensions {

@@ -5,7 +5,7 @@
 //! read and checked on first use.
 
 use std::sync::{
-    Arc, Mutex, OnceLock,
+    Arc, Mutex,
     atomic::{AtomicBool, AtomicU64, Ordering::Relaxed},
 };
 
@@ -13,6 +13,7 @@ use arc_swap::ArcSwap;
 
 use super::{
     InvalidImage, Qcow2Image,
+    backing::CurrentBacking,
     big_endian::words,
     bitmap::Recording,
     cache::L2Cache,
@@ -120,8 +121,7 @@ enum Qcow2Purpose<'a> {
 pub struct Qcow2State {
     pub(super) file: ImageFile,
     pub(super) data: Option<Storage>,
-    /// Set when it is opened, or once by [`Qcow2Image::attach_backing`].
-    pub(super) backing: OnceLock<Arc<Image>>,
+    pub(super) current_backing: CurrentBacking,
     pub(super) cipher: Option<SectorCipher>,
     /// Changes only from false to true: see [`Qcow2Image::make_read_only`].
     pub(super) read_only: AtomicBool,
@@ -136,8 +136,6 @@ pub struct Qcow2State {
     pub(super) cache: ArcSwap<L2Cache>,
     /// Size of a cache entry (a slice of an L2 table), as a power of two.
     pub(super) slice_size_bits: AtomicU64,
-    /// True if another process wrote to a backing file. Reads of its data then fail.
-    pub(super) backing_changed: AtomicBool,
     /// Generation of the task that drops unused slices; tasks of earlier generations end.
     cleaning: AtomicU64,
     pub(super) refcounts: Refcounts,
@@ -257,10 +255,10 @@ impl Qcow2Image {
             overlap.check_disjoint(&places)?;
         }
         let refcounts = Refcounts::new(&header, table, sizes.refcount_bytes);
-        let image = Self(Arc::new(Qcow2State {
+        let state = Arc::new(Qcow2State {
             file,
             data,
-            backing: backing.map_or_else(OnceLock::new, OnceLock::from),
+            current_backing: CurrentBacking::default(),
             cipher,
             read_only: AtomicBool::new(read_only),
             writes_through,
@@ -271,7 +269,6 @@ impl Qcow2Image {
             l1: ArcSwap::from_pointee(l1),
             cache: ArcSwap::from_pointee(L2Cache::new(sizes.l2_bytes, sizes.entry_bytes)),
             slice_size_bits: AtomicU64::new(u64::from(sizes.entry_bytes.trailing_zeros())),
-            backing_changed: AtomicBool::new(false),
             cleaning: AtomicU64::new(0),
             refcounts,
             overlap,
@@ -283,7 +280,8 @@ impl Qcow2Image {
             loading: RangeLocks::default(),
             writing: RangeLocks::default(),
             freeing: RangeLocks::default(),
-        }));
+        });
+        let image = Self { state, below: None, generation: 0 }.replace_link(backing);
         if !read_only && !is_handover {
             image.prepare(&header, is_maintenance).await?;
         }
@@ -313,12 +311,14 @@ impl Qcow2Image {
             return;
         }
         // A weak reference, so that the task does not keep the image open.
-        let image = Arc::downgrade(&self.0);
+        let state = Arc::downgrade(&self.state);
         reactor::spawn(async move {
             let mut last_clock = 0;
             loop {
                 reactor::sleep_until(reactor::now() + interval).await;
-                let Some(image) = image.upgrade().map(Self) else { return };
+                let Some(state) = state.upgrade() else { return };
+                // It uses the caches only.
+                let image = Self { state, below: None, generation: 0 };
                 if image.cleaning.load(Relaxed) != generation {
                     return;
                 }

@@ -35,6 +35,7 @@ impl Qcow2Image {
         let image = self.clone();
         let all = reactor::spawn_detached(async move {
             let _guard = image.gate.enter().await;
+            let image = image.current();
             image.preallocate_inside(first, last, Some(mode)).await
         });
         all.await.unwrap_or(Err(Error::SHUTDOWN))

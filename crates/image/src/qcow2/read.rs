@@ -1,6 +1,6 @@
 //! Reads: pieces from the file, from the backing file, or zeroes.
 
-use std::sync::atomic::Ordering::Relaxed;
+use std::borrow::Cow;
 
 use super::{
     InvalidImage, Qcow2Image, compress,
@@ -31,7 +31,11 @@ impl Qcow2Image {
         if !self.is_inside(offset, target.len() as u64) {
             return Err(Error::INVALID);
         }
-        self.read_inside(offset, target).await
+        match self.current() {
+            Cow::Borrowed(_) => self.read_inside(offset, target).await,
+            // Boxed: the unusual path must not enlarge the future of every read.
+            Cow::Owned(image) => Box::pin(async move { image.read_inside(offset, target).await }).await,
+        }
     }
 
     /// Like [`Self::read_to`], for callers that hold a guard of the gate.
@@ -135,7 +139,7 @@ impl Qcow2Image {
         let available = self.backing_bytes(offset).min(target.len() as u64) as usize;
         // The backing file was changed by another process: fail instead of mixing old and new
         // data.
-        if available > 0 && self.backing_changed.load(Relaxed) {
+        if available > 0 && self.is_backing_changed() {
             return Err(Error::IO);
         }
         let mut data = Segments::default();

@@ -18,12 +18,13 @@ impl Qcow2Image {
             return Err(Error::INVALID);
         }
         let _guard = self.gate.enter().await;
+        let image = self.current();
         let mut extents = Vec::new();
         let mut done = 0;
         while done < length && extents.len() < MAX_EXTENTS {
             let at = offset + done;
-            let piece = self.lookup(at, length - done).await?;
-            done += self.push_status(&mut extents, at, piece).await?;
+            let piece = image.lookup(at, length - done).await?;
+            done += image.push_status(&mut extents, at, piece).await?;
         }
         Ok(extents)
     }

@@ -63,10 +63,11 @@ impl Qcow2Image {
         let length = data.len() as u64;
         {
             let _guard = self.gate.enter().await;
+            let image = self.current();
             // Checked under the guard: a resize waits until no request holds one.
-            self.check_change(offset, length)?;
-            self.record(offset, length).await?;
-            self.write_inside(offset, data, durability).await?;
+            image.check_change(offset, length)?;
+            image.record(offset, length).await?;
+            image.write_inside(offset, data, durability).await?;
         }
         self.ensure_durable(offset, length, durability).await
     }
@@ -83,6 +84,11 @@ impl Qcow2Image {
         if at_once && !self.is_durable(offset, length) {
             return self.flush().await;
         }
+        self.limit_unreferenced().await
+    }
+
+    /// Writes metadata if many ranges wait for that to be freed.
+    pub(super) async fn limit_unreferenced(&self) -> Result<()> {
         if self.pending().has_many_unreferenced() {
             self.write_tables().await?;
             self.free_later();
@@ -183,6 +189,13 @@ impl Qcow2Image {
         // Limited to one slice, so that all entries are linked in one step.
         let end = (offset + data.len() as u64).min((offset / coverage + 1) * coverage);
         let _exclusive = self.guest.exclusive(first..end.next_multiple_of(cluster_bytes)).await;
+        self.write_new_locked(offset, end, data).await
+    }
+
+    /// As [`Self::write_new`], up to `end` in the same slice. The caller must hold the clusters
+    /// exclusively.
+    pub(super) async fn write_new_locked(&self, offset: u64, end: u64, data: &mut Segments) -> Result<u64> {
+        let cluster_bytes = 1_u64 << self.shape.cluster_bits;
         // The clusters were looked up without the lock; `plan` looks again under it.
         let Some(plan) = self.plan(offset, end).await? else { return Ok(0) };
         let end = end.min(plan.guest + plan.clusters * cluster_bytes).min(plan.to);
@@ -286,7 +299,7 @@ impl Qcow2Image {
     }
 
     /// The range, extended to multiples of `grain`.
-    fn aligned_range(&self, offset: u64, end: u64, grain: u64) -> (u64, u64) {
+    pub(super) fn aligned_range(&self, offset: u64, end: u64, grain: u64) -> (u64, u64) {
         (offset & !(grain - 1), end.next_multiple_of(grain))
     }
 
@@ -512,6 +525,7 @@ impl Qcow2Image {
         let image = self.clone();
         let write = reactor::spawn_detached(async move {
             let _guard = image.gate.enter().await;
+            let image = image.current();
             image.check_change(offset, length)?;
             image.record(offset, length).await?;
             image.write_packed(offset, packed).await
@@ -539,6 +553,6 @@ impl Qcow2Image {
 }
 
 /// Bits `first` to `last`, inclusive.
-fn mask(first: u32, last: u32) -> u32 {
+pub(super) fn mask(first: u32, last: u32) -> u32 {
     (u32::MAX >> (31 - last)) & (u32::MAX << first)
 }

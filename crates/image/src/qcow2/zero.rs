@@ -49,6 +49,7 @@ impl Qcow2Image {
         let zero = reactor::spawn_detached(async move {
             {
                 let _guard = image.gate.enter().await;
+                let image = image.current();
                 image.check_change(offset, length)?;
                 image.record(offset, length).await?;
                 image.zero_inside(offset, length, options).await?;
@@ -67,6 +68,7 @@ impl Qcow2Image {
         let image = self.clone();
         let hide = reactor::spawn_detached(async move {
             let _guard = image.gate.enter().await;
+            let image = image.current();
             image.check_change(offset, length)?;
             let (first, last) = image.whole_clusters(offset, offset + length);
             if image.shape.version < 3 || (first, last) != (offset, offset + length) {
@@ -111,6 +113,7 @@ impl Qcow2Image {
         let discard = reactor::spawn_detached(async move {
             {
                 let _guard = image.gate.enter().await;
+                let image = image.current();
                 image.check_change(offset, length)?;
                 image.record(offset, length).await?;
                 image.discard_inside(offset, length).await?;

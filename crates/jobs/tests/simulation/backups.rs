@@ -8,14 +8,15 @@ use std::{
 
 use block::{disk::Disk, layer::throttle::BackgroundSettings};
 use jobs::{
-    backup::{Backup, BackupOptions, BackupSizes, BackupTarget},
+    backup::{Backup, BackupOptions, BackupSizes},
     job::{Job, JobKind, JobResult, JobState},
+    target::JobTarget,
 };
-use policy::{request::Direction, throttle::RequestCost, time::Duration};
+use policy::time::Duration;
 use reactor::{now, sim, sleep_until, spawn_joinable, timeout};
 
 use crate::{
-    guest::{DiskModel, UNIT, chance, short_time, start_guests},
+    guest::{DiskModel, UNIT, chance, check_disk, resizes, short_time, start_guests},
     seeds,
     world::World,
 };
@@ -54,9 +55,10 @@ fn a_backup_equals_the_disk_at_its_instant() {
 async fn run(results: &Cell<Results>) {
     let units = sim::random(|random| random.u64(4..50)) * 8;
     let max_units = units + sim::random(|random| random.u64(0..4)) * 8;
-    let world = World::draw(units, max_units).await;
+    let world = World::draw(units, max_units * UNIT + if chance(30) { 4096 } else { 0 }).await;
     let model = Rc::new(RefCell::new(DiskModel::new(world.numbers.clone())));
-    let tasks = start_guests(&world.disk, &model, world.source_may_fail, units, max_units);
+    let may_fail = Rc::new(Cell::new(world.source_may_fail));
+    let tasks = start_guests(&world.disk, &model, &may_fail, resizes(units, max_units));
     sleep_until(now() + short_time()).await;
     // Small, so that it is reached in some seeds.
     let max_buffer_bytes = if chance(40) { sim::random(|random| random.u64(0..8000)) } else { 64 << 20 };
@@ -82,16 +84,16 @@ async fn run(results: &Cell<Results>) {
         }
     }
     results.set(counts);
-    assert!(!world.disk.has_point_in_time(), "nothing remains of the backup");
+    assert!(!world.disk.has_job(), "nothing remains of the backup");
     let model = model.borrow().clone();
-    check_disk(&world, &model).await;
+    check_disk(&world.disk, &model, world.source_may_fail).await;
 }
 
 /// Runs a backup, and compares the target with the disk at the instant.
 async fn one_backup(
     disk: &Arc<Disk>,
     model: &Rc<RefCell<DiskModel>>,
-    target: &BackupTarget,
+    target: &JobTarget,
     sizes: BackupSizes,
 ) -> JobResult {
     let job = Job::new("backup-disk", JobKind::Backup);
@@ -105,9 +107,9 @@ async fn one_backup(
         Backup::begin(&job, disk, target.clone(), options.clone()).await.expect("nothing prevents it");
     // No other task has run since the instant.
     let at_instant = model.borrow().clone();
-    assert!(disk.has_point_in_time());
+    assert!(disk.has_job());
     let refused = Backup::begin(&job, disk, target.clone(), options).await.expect_err("one is running");
-    assert!(refused.to_string().contains("another backup"), "{refused}");
+    assert!(refused.to_string().contains("another job"), "{refused}");
     let operator = spawn_joinable(operate(Arc::clone(&job)));
     let result = backup.run().await;
     job.conclude(result.clone());
@@ -143,22 +145,5 @@ pub(crate) async fn operate(job: Arc<Job>) {
     if chance(15) {
         sleep_until(now() + short_time()).await;
         let _ = job.cancel();
-    }
-}
-
-/// Reads the disk to the end.
-async fn check_disk(world: &World, model: &DiskModel) {
-    let bytes = model.units.len() * UNIT as usize;
-    model.check("the end", 0, &content_of(&world.disk, bytes, world.source_may_fail).await);
-}
-
-/// Content of a disk, whose reads may fail.
-pub(crate) async fn content_of(disk: &Disk, bytes: usize, may_fail: bool) -> Vec<u8> {
-    loop {
-        let permit = disk.admit(Direction::Read, RequestCost::one(bytes as u64)).await;
-        match disk.read(permit, 0, bytes).await {
-            Ok(found) => return found.to_vec(),
-            Err(error) => assert!(may_fail, "{error}"),
-        }
     }
 }

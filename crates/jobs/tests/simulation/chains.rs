@@ -17,16 +17,17 @@ use image::{
     qcow2::bitmap::{BitmapChange, BitmapError, DirtyBits, NewBitmap},
 };
 use jobs::{
-    backup::{Backup, BackupBitmap, BackupOptions, BackupSizes, BackupTarget},
+    backup::{Backup, BackupBitmap, BackupOptions, BackupSizes},
     job::{Job, JobKind, JobResult},
+    target::JobTarget,
 };
 use policy::{request::Direction, throttle::RequestCost};
 use reactor::{buffer::IoBuffer, now, sim, sleep_until, spawn_joinable, timeout};
 use storage::{Durability, Storage};
 
 use crate::{
-    backups::{FOREVER, content_of, operate},
-    guest::{DiskModel, UNIT, chance, short_time, start_guests},
+    backups::{FOREVER, operate},
+    guest::{DiskModel, UNIT, chance, content_of, resizes, short_time, start_guests},
     seeds,
     world::{BitmapWorld, ChainTarget, open_file},
 };
@@ -88,7 +89,8 @@ async fn run(results: &Cell<Results>) {
     });
     chain.add_bitmap().await;
     let Chain { world, model, .. } = &*chain;
-    let tasks = start_guests(&world.disk, model, world.source_may_fail, units, max_units);
+    let may_fail = Rc::new(Cell::new(world.source_may_fail));
+    let tasks = start_guests(&world.disk, model, &may_fail, resizes(units, max_units));
     if chance(40) {
         let rounds = spawn_joinable({
             let chain = Rc::clone(&chain);
@@ -220,7 +222,7 @@ impl Chain {
                 restored.chunks(UNIT as usize).zip(content.chunks(UNIT as usize)).position(|(a, b)| a != b);
             assert_eq!(first, None, "unit that differs");
         }
-        assert!(!world.disk.has_point_in_time());
+        assert!(!world.disk.has_job());
         // A write that has failed may be visible and not durable, so it is not compared.
         if !world.source_may_fail && world.disk.close().await.is_ok() {
             self.check_crashed(world.device.crash()).await;
@@ -294,7 +296,7 @@ fn an_incremental_backup_reads_what_has_changed() {
         let before = world.device.traffic().read_bytes;
         let job = Job::new("backup-disk", JobKind::Backup);
         let image = Arc::new(Image::Raw(RawImage::new(Storage::memory(64 * MIB))));
-        let target = BackupTarget { image, is_zero: false, is_overlay: false, may_unmap: true };
+        let target = JobTarget { image, is_zero: false, is_overlay: false, may_unmap: true };
         let bitmap = BackupBitmap { name: BITMAP.to_owned(), is_incremental: true };
         let options = BackupOptions { bitmap: Some(bitmap), ..BackupOptions::default() };
         let backup = Backup::begin(&job, &world.disk, target, options).await.expect("nothing prevents it");
@@ -313,11 +315,11 @@ fn a_raw_image_has_no_bitmap_to_use() {
         let disk = Arc::new(Disk::new("disk", image, DiskSettings::default(), None).expect("valid"));
         let job = Job::new("backup-disk", JobKind::Backup);
         let image = Arc::new(Image::Raw(RawImage::new(Storage::memory(1 << 20))));
-        let target = BackupTarget { image, is_zero: true, is_overlay: false, may_unmap: true };
+        let target = JobTarget { image, is_zero: true, is_overlay: false, may_unmap: true };
         let bitmap = BackupBitmap { name: BITMAP.to_owned(), is_incremental: false };
         let options = BackupOptions { bitmap: Some(bitmap), ..BackupOptions::default() };
         let error = Backup::begin(&job, &disk, target, options).await.expect_err("it is raw").to_string();
         assert!(error.contains("has no bitmaps"), "{error}");
-        assert!(!disk.has_point_in_time());
+        assert!(!disk.has_job());
     });
 }

@@ -8,7 +8,7 @@
 
 use std::{
     cell::{Cell, RefCell},
-    ops::Range,
+    ops::{Range, RangeInclusive},
     rc::Rc,
     sync::Arc,
 };
@@ -49,8 +49,8 @@ struct Guest {
     model: Rc<RefCell<DiskModel>>,
     number: u64,
     guests: u64,
-    /// True if its requests may fail.
-    may_fail: bool,
+    /// True if its requests may fail now.
+    may_fail: Rc<Cell<bool>>,
     /// True if it cancels some changes; otherwise it resizes the disk. The simulated storage does
     /// not accept a resize while a cancelled write is in flight.
     cancels: bool,
@@ -112,13 +112,17 @@ impl DiskModel {
     }
 }
 
-/// Starts guests of a disk of `units`, which send some requests each; it may grow to `max_units`.
+/// Sizes of a disk of `units` that guests resize to `max_units` at most.
+pub(crate) fn resizes(units: u64, max_units: u64) -> RangeInclusive<u64> {
+    (units / 2).max(8).next_multiple_of(8)..=max_units
+}
+
+/// Starts guests, which send some requests each and resize the disk within `sizes`, in units.
 pub(crate) fn start_guests(
     disk: &Arc<Disk>,
     model: &Rc<RefCell<DiskModel>>,
-    may_fail: bool,
-    units: u64,
-    max_units: u64,
+    may_fail: &Rc<Cell<bool>>,
+    sizes: RangeInclusive<u64>,
 ) -> Vec<JoinHandle<()>> {
     let guests = sim::random(|random| random.u64(1..4));
     let requests = sim::random(|random| random.usize(5..60));
@@ -130,9 +134,9 @@ pub(crate) fn start_guests(
         model: Rc::clone(model),
         number,
         guests,
-        may_fail,
-        fixed_units: (units / 2).max(8).next_multiple_of(8),
-        max_units,
+        may_fail: Rc::clone(may_fail),
+        fixed_units: *sizes.start(),
+        max_units: *sizes.end(),
     };
     (0..guests).map(|number| spawn_joinable(guest(number).run(requests))).collect()
 }
@@ -241,7 +245,7 @@ impl Guest {
                 self.model.borrow_mut().units.resize(units as usize, zero);
                 return;
             }
-            assert!(self.may_fail, "a resize from {current} to {units} units failed");
+            assert!(self.may_fail.get(), "a resize from {current} to {units} units failed");
         }
         self.model.borrow_mut().units.truncate(units.min(current) as usize);
         self.has_lost_resize.set(true);
@@ -249,10 +253,27 @@ impl Guest {
 
     fn check_result<T>(&self, result: Result<T>) -> Result<T> {
         if let Err(error) = &result {
-            assert!(self.may_fail, "a request failed, and nothing fails here: {error}");
+            assert!(self.may_fail.get(), "a request failed, and nothing fails here: {error}");
             let expected = [Error::IO, Error::NO_SPACE, Error::NOT_PERMITTED];
             assert!(expected.contains(error), "an error of unknown origin: {error}");
         }
         result
+    }
+}
+
+/// Reads the disk to the end, and compares it with the model.
+pub(crate) async fn check_disk(disk: &Disk, model: &DiskModel, may_fail: bool) {
+    let bytes = model.units.len() * UNIT as usize;
+    model.check("the end", 0, &content_of(disk, bytes, may_fail).await);
+}
+
+/// Content of a disk, whose reads may fail.
+pub(crate) async fn content_of(disk: &Disk, bytes: usize, may_fail: bool) -> Vec<u8> {
+    loop {
+        let permit = disk.admit(Direction::Read, RequestCost::one(bytes as u64)).await;
+        match disk.read(permit, 0, bytes).await {
+            Ok(found) => return found.to_vec(),
+            Err(error) => assert!(may_fail, "{error}"),
+        }
     }
 }

@@ -8,8 +8,9 @@ use block::{
 };
 use image::{Image, RawImage};
 use jobs::{
-    backup::{Backup, BackupOptions, BackupSizes, BackupTarget},
+    backup::{Backup, BackupOptions, BackupSizes},
     job::{Job, JobKind, JobResult, JobStatus},
+    target::JobTarget,
 };
 use policy::{
     latency_target::{RateCap, UNIT_BYTES},
@@ -53,7 +54,7 @@ fn group() -> Arc<ThrottleGroup> {
 async fn start(disk: &Arc<Disk>, settings: BackgroundSettings) -> Arc<Job> {
     let job = Job::new("backup-disk", JobKind::Backup);
     let image = Arc::new(Image::Raw(RawImage::new(Storage::memory(disk.size_bytes()))));
-    let target = BackupTarget { image, is_zero: true, is_overlay: false, may_unmap: true };
+    let target = JobTarget { image, is_zero: true, is_overlay: false, may_unmap: true };
     let options = BackupOptions { settings, ..BackupOptions::default() };
     let backup = Backup::begin(&job, disk, target, options).await.expect("valid");
     let concluded = Arc::clone(&job);
@@ -176,13 +177,13 @@ fn an_invalid_weight_is_an_error() {
         for weight in [0, 20_000] {
             let job = Job::new("backup-disk", JobKind::Backup);
             let image = Arc::new(Image::Raw(RawImage::new(Storage::memory(disk.size_bytes()))));
-            let target = BackupTarget { image, is_zero: true, is_overlay: false, may_unmap: true };
+            let target = JobTarget { image, is_zero: true, is_overlay: false, may_unmap: true };
             let settings = BackgroundSettings { weight: Some(weight), ..BackgroundSettings::default() };
             let options = BackupOptions { settings, ..BackupOptions::default() };
             let refused = Backup::begin(&job, &disk, target, options).await;
             let error = refused.expect_err("out of range").to_string();
             assert!(error.contains("from 1 to 10000"), "{error}");
-            assert!(!disk.has_point_in_time());
+            assert!(!disk.has_job());
         }
     });
 }
@@ -221,7 +222,7 @@ fn a_target_that_does_not_answer_cannot_keep_a_failed_backup() {
         let image = Arc::new(Image::Raw(RawImage::new(Storage::Simulated(Align::new(device)))));
         // A cluster for each task that writes old data, so that all of them wait for the target.
         let sizes = BackupSizes { max_buffer_bytes: 256 << 10, ..BackupSizes::default() };
-        let target = BackupTarget { image, is_zero: false, is_overlay: false, may_unmap: true };
+        let target = JobTarget { image, is_zero: false, is_overlay: false, may_unmap: true };
         let options = BackupOptions { sizes, ..BackupOptions::default() };
         let backup = Backup::begin(&job, &disk, target, options).await.expect("valid");
         let running = spawn_joinable(backup.run());
@@ -236,6 +237,6 @@ fn a_target_that_does_not_answer_cannot_keep_a_failed_backup() {
         let result = timeout(Duration::from_secs(1), running).await.expect("at once");
         let JobResult::Failed(error) = result else { panic!("{result:?}") };
         assert!(error.contains("buffer of 0 MiB is full"), "{error}");
-        assert!(!disk.has_point_in_time(), "the disk is free");
+        assert!(!disk.has_job(), "the disk is free");
     });
 }

@@ -14,7 +14,7 @@ use image::{
         header::BackingReference,
     },
 };
-use jobs::backup::BackupTarget;
+use jobs::target::JobTarget;
 use policy::{
     throttle::{LimitKind, Limits, RateLimit},
     time::Duration,
@@ -31,7 +31,9 @@ use crate::guest::{UNIT, chance, content};
 /// Images and parameters of a seed.
 pub(crate) struct World {
     pub(crate) disk: Arc<Disk>,
-    pub(crate) target: BackupTarget,
+    pub(crate) target: JobTarget,
+    /// Storage of the target.
+    pub(crate) target_device: SimulatedStorage,
     /// Numbers of the initial contents of the units.
     pub(crate) numbers: Vec<u64>,
     pub(crate) source_may_fail: bool,
@@ -39,13 +41,14 @@ pub(crate) struct World {
 }
 
 impl World {
-    pub(crate) async fn draw(units: u64, max_units: u64) -> Self {
+    /// Draws a disk of `units`, and a target of `target_bytes`.
+    pub(crate) async fn draw(units: u64, target_bytes: u64) -> Self {
         let numbers: Vec<u64> = (1..=units).map(|number| if chance(30) { 0 } else { number }).collect();
         let bytes: Vec<u8> = numbers.iter().flat_map(|&number| content(number)).collect();
         let source_errors = draw_errors();
         let target_errors = draw_errors();
         let source = if chance(50) {
-            raw(&bytes, draw_behaviour(source_errors))
+            raw(&bytes, draw_behaviour(source_errors)).0
         } else {
             let (file, backing) = qcow2_file(&bytes).await;
             open(file, draw_behaviour(source_errors), backing.as_deref()).await.0
@@ -55,15 +58,12 @@ impl World {
         let disk = disk
             .with_discards(if chance(70) { Discards::Unmap } else { Discards::Ignore })
             .with_detect_zeroes(DetectZeroes::ALL[sim::random(|random| random.usize(..3))]);
-        let (target, is_zero) = draw_target(max_units, draw_behaviour(target_errors)).await;
+        let behaviour = draw_behaviour(target_errors);
+        let ((target, target_device), is_zero) = draw_target(target_bytes, behaviour).await;
         Self {
             disk: Arc::new(disk),
-            target: BackupTarget {
-                image: Arc::new(target),
-                is_zero,
-                is_overlay: false,
-                may_unmap: chance(70),
-            },
+            target: JobTarget { image: Arc::new(target), is_zero, is_overlay: false, may_unmap: chance(70) },
+            target_device,
             numbers,
             source_may_fail: source_errors > 0.0,
             target_may_fail: target_errors > 0.0,
@@ -98,7 +98,7 @@ pub(crate) struct BitmapWorld {
 
 /// Target of a backup in a chain, and its storage.
 pub(crate) struct ChainTarget {
-    pub(crate) target: BackupTarget,
+    pub(crate) target: JobTarget,
     pub(crate) device: SimulatedStorage,
     /// True if it is a qcow2 image.
     pub(crate) is_qcow2: bool,
@@ -172,12 +172,8 @@ impl BitmapWorld {
             let device = simulated(bytes, behaviour);
             (Image::Raw(RawImage::new(storage(&device))), device)
         };
-        let target = BackupTarget {
-            image: Arc::new(image),
-            is_zero: last.is_none(),
-            is_overlay,
-            may_unmap: chance(70),
-        };
+        let target =
+            JobTarget { image: Arc::new(image), is_zero: last.is_none(), is_overlay, may_unmap: chance(70) };
         ChainTarget { target, device, is_qcow2 }
     }
 }
@@ -197,18 +193,29 @@ pub(crate) async fn open_file(file: Vec<u8>, backing: Option<&[u8]>) -> Qcow2Ima
     Qcow2Image::open(components(storage, backing).await).await.expect("valid")
 }
 
-fn raw(bytes: &[u8], behaviour: Behaviour) -> Image {
-    Image::Raw(RawImage::new(storage(&simulated(bytes.to_vec(), behaviour))))
+fn raw(bytes: &[u8], behaviour: Behaviour) -> (Image, SimulatedStorage) {
+    let device = simulated(bytes.to_vec(), behaviour);
+    (Image::Raw(RawImage::new(storage(&device))), device)
 }
 
-/// A target with or without content, larger than the disk or not.
-async fn draw_target(max_units: u64, behaviour: Behaviour) -> (Image, bool) {
-    let bytes = (max_units * UNIT) as usize + if chance(30) { 4096 } else { 0 };
+/// A target with or without content.
+async fn draw_target(bytes: u64, behaviour: Behaviour) -> ((Image, SimulatedStorage), bool) {
     if chance(40) {
-        return (empty_qcow2(bytes as u64, behaviour).await, true);
+        return (empty_qcow2(bytes, behaviour).await, true);
     }
     let is_zero = chance(50);
-    (raw(&vec![if is_zero { 0 } else { 0xee }; bytes], behaviour), is_zero)
+    (raw(&vec![if is_zero { 0 } else { 0xee }; bytes as usize], behaviour), is_zero)
+}
+
+/// Opens what is left of a target after a crash.
+pub(crate) async fn reopen(target: &Image, content: &[u8]) -> Image {
+    let storage = Storage::with_content(content).await;
+    match target {
+        Image::Raw(_) => Image::Raw(RawImage::new(storage)),
+        Image::Qcow2(_) => {
+            Image::Qcow2(Qcow2Image::open(components(storage, None).await).await.expect("it is valid"))
+        }
+    }
 }
 
 fn options(size_bytes: u64) -> CreateOptions {
@@ -239,9 +246,9 @@ async fn created(options: &CreateOptions) -> Storage {
     storage
 }
 
-async fn empty_qcow2(size_bytes: u64, behaviour: Behaviour) -> Image {
+async fn empty_qcow2(size_bytes: u64, behaviour: Behaviour) -> (Image, SimulatedStorage) {
     let file = created(&options(size_bytes)).await.read_all().await.expect("memory");
-    open(file, behaviour, None).await.0
+    open(file, behaviour, None).await
 }
 
 /// A qcow2 file with this content, some of it in a backing file, and that file's content.

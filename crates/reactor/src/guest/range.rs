@@ -21,6 +21,7 @@ macro_rules! atomic {
         ///
         /// # Panics
         /// Panics if it is outside, not aligned, or `order` is not valid for a load.
+        #[inline]
         pub fn $load(&self, offset: usize, order: Ordering) -> $integer {
             let address = self.aligned::<$integer>(offset);
             // SAFETY: inside the mapping and aligned. A guest that accesses it without atomic
@@ -32,6 +33,7 @@ macro_rules! atomic {
         ///
         /// # Panics
         /// Panics if it is outside, not aligned, or `order` is not valid for a store.
+        #[inline]
         pub fn $store(&self, offset: usize, value: $integer, order: Ordering) {
             let address = self.aligned::<$integer>(offset);
             // SAFETY: as for the load.
@@ -43,6 +45,7 @@ macro_rules! atomic {
 
 impl GuestBytes {
     /// `bytes` of `region` from `offset` on; `None` if they are not inside.
+    #[inline]
     pub(super) fn in_region(
         region: &Region,
         offset: u64,
@@ -68,21 +71,25 @@ impl GuestBytes {
     }
 
     /// Length in bytes.
+    #[inline]
     pub fn bytes(&self) -> usize {
         self.bytes
     }
 
     /// Guest-physical address of the first byte.
+    #[inline]
     pub fn guest_address(&self) -> u64 {
         self.region.guest_address() + self.offset as u64
     }
 
     /// True if the region's file has shrunk: the lost part reads as zeroes.
+    #[inline]
     pub fn is_lost(&self) -> bool {
         self.region.is_lost()
     }
 
     /// True if its address in this process is a multiple of `alignment`.
+    #[inline]
     pub fn is_aligned(&self, alignment: usize) -> bool {
         (self.as_ptr() as usize).is_multiple_of(alignment)
     }
@@ -92,6 +99,7 @@ impl GuestBytes {
     /// # Panics
     /// Panics if the part is not inside, which is a bug, never caused by a guest.
     #[must_use]
+    #[inline]
     pub fn part(&self, offset: usize, bytes: usize) -> Self {
         self.check(offset, bytes);
         Self { offset: self.offset + offset, bytes, ..self.clone() }
@@ -101,6 +109,7 @@ impl GuestBytes {
     ///
     /// # Panics
     /// Panics if the range is not inside.
+    #[inline]
     pub fn read(&self, offset: usize, into: &mut [u8]) {
         let source = self.check(offset, into.len());
         // SAFETY: `check` has verified that this many bytes are mapped there.
@@ -112,6 +121,7 @@ impl GuestBytes {
     ///
     /// # Panics
     /// Panics if the range is not inside.
+    #[inline]
     pub fn write(&self, offset: usize, from: &[u8]) {
         let to = self.check(offset, from.len());
         if self.is_lost() {
@@ -138,6 +148,7 @@ impl GuestBytes {
 
     /// Prefetches the cache line at `offset` for reading. Another processor wrote it last, and
     /// fetching it takes as long as half a request. No effect if it is not inside.
+    #[inline]
     pub fn prefetch(&self, offset: usize) {
         if offset < self.bytes {
             fetch::to_read(self.region.0.mapping.at(self.offset + offset));
@@ -145,6 +156,7 @@ impl GuestBytes {
     }
 
     /// As [`GuestBytes::prefetch`], for writing.
+    #[inline]
     pub fn prefetch_to_write(&self, offset: usize) {
         if offset < self.bytes {
             fetch::to_write(self.region.0.mapping.at(self.offset + offset));
@@ -156,6 +168,7 @@ impl GuestBytes {
     atomic!(load_u64, store_u64, u64, AtomicU64);
 
     /// Marks all of it as dirty, if there is a log: the kernel has written to it.
+    #[inline]
     pub fn mark_dirty(&self) {
         self.mark(0, self.bytes);
     }
@@ -173,6 +186,7 @@ impl GuestBytes {
     }
 
     /// Address of `bytes` at `offset`, after checking that they are inside.
+    #[inline]
     fn check(&self, offset: usize, bytes: usize) -> *mut u8 {
         let end = offset.checked_add(bytes);
         assert!(end.is_some_and(|end| end <= self.bytes), "{bytes} bytes at {offset} of {}", self.bytes);
@@ -180,6 +194,7 @@ impl GuestBytes {
     }
 
     /// Address of a `T` at `offset`, after checking that it is inside and aligned.
+    #[inline]
     fn aligned<T>(&self, offset: usize) -> *mut T {
         let address = self.check(offset, size_of::<T>());
         assert!((address as usize).is_multiple_of(size_of::<T>()), "{offset} is not aligned");
@@ -207,6 +222,7 @@ mod volatile {
 
     /// # Safety
     /// As many bytes as `into` has must be mapped at `from`.
+    #[inline]
     pub(super) unsafe fn copy_from(from: *const u8, into: &mut [u8]) {
         let (bytes, into) = (into.len(), into.as_mut_ptr());
         // SAFETY: both have this many bytes.
@@ -226,6 +242,7 @@ mod volatile {
 
     /// # Safety
     /// As many bytes as `from` has must be mapped at `to`.
+    #[inline]
     pub(super) unsafe fn copy_to(to: *mut u8, from: &[u8]) {
         let (bytes, from) = (from.len(), from.as_ptr());
         // SAFETY: both have this many bytes.

@@ -25,6 +25,7 @@ impl Regions {
     }
 
     /// The region that contains all of the bytes, and their offset in it.
+    #[inline]
     fn find(&self, address: u64, bytes: usize) -> Option<(&GuestBytes, usize)> {
         let within = |region: &GuestBytes| {
             let offset = usize::try_from(address.checked_sub(region.guest_address())?).ok()?;
@@ -46,6 +47,7 @@ impl Regions {
 
     /// Appends the memory of a range, in order; nothing for an empty one. False if a part is
     /// outside.
+    #[inline]
     pub(super) fn append_range(&self, address: u64, bytes: usize, into: &mut ChainMemory) -> bool {
         if bytes == 0 {
             return true;
@@ -61,6 +63,7 @@ impl Regions {
 
     /// Copies the two words of a descriptor of an indirect table, once. It may be unaligned, and
     /// cross a border of regions. `None` if it is outside.
+    #[inline]
     pub(super) fn descriptor(&self, address: u64) -> Option<(u64, u64)> {
         if let Some((region, offset)) = self.find(address, DESCRIPTOR_BYTES)
             && address.is_multiple_of(8)

@@ -82,22 +82,24 @@ pub(crate) fn with_table<T: KeyTable>(
     with_original_newlines(text, document.to_string())
 }
 
-/// The image of a disk as the file has it; `None` if it has no table `[disk.name]`.
-pub(super) fn image_of(text: &str, name: &str) -> Result<Option<String>, String> {
+/// The image of a disk and its format, as the file has them; `None` if it has no table
+/// `[disk.name]`.
+pub(super) fn image_of(text: &str, name: &str) -> Result<Option<(String, Option<String>)>, String> {
     let document = parsed(text)?;
     let table = document.get("disk").and_then(|disks| disks.get(name)).and_then(Item::as_table_like);
     let Some(table) = table else { return Ok(None) };
-    let image = table.get("image").and_then(Item::as_str);
-    image.map(|image| Some(image.to_owned())).ok_or_else(|| format!("its [disk.{name}] has no image"))
+    let text_of = |key| table.get(key).and_then(Item::as_str).map(str::to_owned);
+    let image = text_of("image").ok_or_else(|| format!("its [disk.{name}] has no image"))?;
+    Ok(Some((image, text_of("format"))))
 }
 
-/// Changes the image of a disk, which is a qcow2 image.
-pub(super) fn with_image(text: &str, name: &str, image: &str) -> Result<String, String> {
+/// Changes the image of a disk and its format.
+pub(super) fn with_image(text: &str, name: &str, image: &str, format: &str) -> Result<String, String> {
     let mut document = parsed(text)?;
     let table = document.get_mut("disk").and_then(|disks| disks.get_mut(name));
     let is_inline = table.as_ref().is_some_and(|table| table.is_inline_table());
     let table = table.and_then(Item::as_table_like_mut).ok_or_else(|| format!("has no [disk.{name}]"))?;
-    for (key, value) in [("image", image), ("format", "qcow2")] {
+    for (key, value) in [("image", image), ("format", format)] {
         let mut value = Value::from(value);
         if let Some(present) = table.get_mut(key).and_then(Item::as_value_mut) {
             *value.decor_mut() = present.decor().clone();

@@ -1,12 +1,12 @@
 //! A new overlay over the image of a disk, created by this process and synced with its name.
 //!
 //! It has the owner and the mode of the present image, so that the daemon can open it as that one
-//! at the next start.
+//! at the next start. Never in a directory that a reboot empties, unless the image is in one too.
 
 use std::{
-    fs::{self, File, OpenOptions},
+    fs::{self, File},
     io::ErrorKind,
-    os::unix::fs::{MetadataExt as _, OpenOptionsExt as _, PermissionsExt as _, fchown},
+    os::unix::fs::FileTypeExt as _,
     path::{Path, PathBuf, absolute},
 };
 
@@ -16,6 +16,7 @@ use image::{
     open::backing_name,
     qcow2::{create::CreateOptions, header::BackingReference},
 };
+use storage::new_file::{check_directory, create_like, is_in_memory};
 
 use crate::new_image::{UnusedFile, write_qcow2};
 
@@ -32,8 +33,9 @@ pub(super) struct NewOverlay {
 }
 
 impl NewOverlay {
-    /// Creates an overlay at `path`, or beside the image.
-    pub(super) fn create(disk: &DiskStatus, path: Option<&Path>) -> anyhow::Result<Self> {
+    /// Creates an overlay at `path`, or beside the image. `is_saved` is true if the next start of
+    /// the daemon opens it.
+    pub(super) fn create(disk: &DiskStatus, path: Option<&Path>, is_saved: bool) -> anyhow::Result<Self> {
         let name = &disk.name;
         let base = disk.path.as_ref().map(PathBuf::from).with_context(|| {
             format!(
@@ -46,29 +48,37 @@ impl NewOverlay {
              (resize the image first)",
             disk.size
         );
+        let present = fs::metadata(&base).with_context(|| format!("{name}: {}", base.display()))?;
+        let is_device = present.file_type().is_block_device();
         let path = match path {
             Some(path) => absolute(path)?,
-            None => free_name(&base),
+            None => {
+                let path = free_name(&base);
+                let is_kept = check_directory(&path).is_ok();
+                ensure!(
+                    is_kept || !is_device,
+                    "{name}: its image {} is a block device, and a reboot would delete an overlay beside it (name \
+                     a file on disk with --to FILE)",
+                    base.display()
+                );
+                path
+            }
         };
         let shown = path.display().to_string();
-        let present = fs::metadata(&base).with_context(|| format!("{name}: {}", base.display()))?;
-        let mode = if present.is_file() { present.permissions().mode() & 0o666 } else { 0o600 };
-        let file = OpenOptions::new().read(true).write(true).create_new(true).mode(mode).open(&path);
-        let file = file.map_err(|error| match error.kind() {
+        check_directory(&path).map_err(|why| anyhow!("{shown}: {why}"))?;
+        let is_kept = !is_in_memory(path.parent().unwrap_or(Path::new("/")));
+        ensure!(
+            is_kept || !is_saved || !is_device && is_in_memory(&base),
+            "{shown}: its directory is in memory, and a reboot would delete the file, which the next start of \
+             weir needs (name a file on disk)"
+        );
+        let file = create_like(&path, &base).map_err(|error| match error.kind() {
             ErrorKind::AlreadyExists => {
                 anyhow!("{shown}: exists already (remove it, or choose another file)")
             }
             _ => anyhow!("{shown}: cannot be created: {error} (check the directory)"),
         })?;
         let unused = UnusedFile::new(&file, &path)?;
-        let own = file.metadata()?;
-        if present.is_file() && (own.uid(), own.gid()) != (present.uid(), present.gid()) {
-            fchown(&file, Some(present.uid()), Some(present.gid())).with_context(|| {
-                format!("{shown}: cannot have the owner of {} (run this as root)", base.display())
-            })?;
-        }
-        // The mask of this process has been applied to the mode.
-        file.set_permissions(fs::Permissions::from_mode(mode))?;
         let backing =
             BackingReference { name: backing_name(&path, &base), format: Some(disk.format.clone()) };
         let options =
@@ -106,6 +116,8 @@ fn free_name(base: &Path) -> PathBuf {
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::fs::PermissionsExt as _;
+
     use super::*;
 
     fn disk(path: &Path) -> DiskStatus {
@@ -124,15 +136,36 @@ mod tests {
         let at = |name: &str| directory.path().join(name);
         fs::write(at("vm1.raw"), [0; 512]).expect("written");
         fs::set_permissions(at("vm1.raw"), fs::Permissions::from_mode(0o640)).expect("its owner");
-        let first = NewOverlay::create(&disk(&at("vm1.raw")), None).expect("free");
+        let first = NewOverlay::create(&disk(&at("vm1.raw")), None, false).expect("free");
         assert_eq!(first.path, at("vm1.snap-1.qcow2"));
         let mode = fs::metadata(&first.path).expect("created").permissions().mode();
         assert_eq!(mode & 0o777, 0o640, "as the image");
         assert_eq!(free_name(&first.path), at("vm1.snap-2.qcow2"));
         drop(first);
         assert!(!at("vm1.snap-1.qcow2").exists(), "an unused overlay is removed");
-        NewOverlay::create(&disk(&at("vm1.raw")), None).expect("free").keep();
+        NewOverlay::create(&disk(&at("vm1.raw")), None, false).expect("free").keep();
         assert!(at("vm1.snap-1.qcow2").exists());
+    }
+
+    #[test]
+    fn overlay_is_not_in_memory() {
+        let refused = |base: &Path, path: Option<&Path>, is_saved| {
+            let created = NewOverlay::create(&disk(base), path, is_saved);
+            format!("{:#}", created.err().expect("a reboot would delete it"))
+        };
+        let directory = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).expect("a directory on disk");
+        let base = directory.path().join("vm1.raw");
+        fs::write(&base, [0; 512]).expect("written");
+        let error = refused(&base, Some(Path::new("/dev/weir-none.qcow2")), false);
+        assert!(error.contains("is in the file system of /dev"), "{error}");
+        let memory = tempfile::tempdir_in("/dev/shm").expect("a directory in memory");
+        let path = memory.path().join("o.qcow2");
+        let error = refused(&base, Some(&path), true);
+        assert!(error.contains("the next start of weir needs"), "{error}");
+        NewOverlay::create(&disk(&base), Some(&path), false).expect("it is not saved");
+        let own = memory.path().join("vm1.raw");
+        fs::write(&own, [0; 512]).expect("written");
+        NewOverlay::create(&disk(&own), Some(&path), true).expect("its image is in memory too");
     }
 
     #[test]
@@ -140,7 +173,7 @@ mod tests {
         let directory = tempfile::tempdir().expect("a directory");
         let path = directory.path().join("vm1.raw");
         fs::write(&path, [7; 512]).expect("written");
-        let error = NewOverlay::create(&disk(&path), Some(&path)).err().expect("it exists");
+        let error = NewOverlay::create(&disk(&path), Some(&path), false).err().expect("it exists");
         assert!(error.to_string().contains("exists already"), "{error}");
         assert_eq!(fs::read(&path).expect("readable"), [7; 512]);
     }

@@ -18,16 +18,20 @@ use std::{
 };
 
 use anyhow::{Context as _, bail, ensure};
+use nix::time::{ClockId, clock_gettime};
 
 /// Interval at which the end of a command is checked.
 const POLL_INTERVAL: Duration = Duration::from_millis(10);
 
 /// Script of the helper, with the command and a time in seconds. The output of the command is not
 /// mixed with the statuses, nor with the result of `weir snapshot`. The statuses are written by
-/// subshells: without a reader, SIGPIPE must not end the helper.
+/// subshells: without a reader, SIGPIPE must not end the helper. The end of the freeze is read
+/// there, because this process may be late: the time until the thaw has begun already.
 const SCRIPT: &str = r#"
 timeout -s KILL "$2" /bin/sh -c "$1 freeze" </dev/null >&2
-(echo $?)
+status=$?
+read -r uptime _ </proc/uptime
+(echo "$status $uptime")
 timeout -s KILL "$2" cat >/dev/null
 (echo $?)
 exec /bin/sh -c "$1 thaw" </dev/null >&2
@@ -42,7 +46,7 @@ pub(super) struct FrozenGuests {
     statuses: BufReader<ChildStdout>,
     command: String,
     timeout: Duration,
-    /// Instant at which the freeze had ended.
+    /// Instant at which the freeze had not ended, or had just ended.
     since: Instant,
 }
 
@@ -68,8 +72,9 @@ impl FrozenGuests {
         let statuses = BufReader::new(helper.stdout.take().expect("it is a pipe"));
         let began = Instant::now();
         let mut guests = Self { helper, statuses, command: command.to_owned(), timeout, since: began };
-        let status = guests.status().with_context(cannot)?;
-        guests.since = Instant::now();
+        let (status, uptime) = guests.status().with_context(cannot)?;
+        guests.since =
+            uptime.and_then(time_since).map_or(began, |elapsed| began.max(Instant::now() - elapsed));
         let why = match status {
             0 => return Ok(guests),
             KILLED if began.elapsed() >= timeout => {
@@ -84,9 +89,12 @@ impl FrozenGuests {
         bail!("`{command} freeze` {why}; no snapshot was taken, and {thawed}")
     }
 
-    /// Time until the guests are thawed without a call of [`FrozenGuests::thaw`].
-    pub(super) fn remaining(&self) -> Duration {
-        self.timeout.saturating_sub(self.since.elapsed())
+    /// Time until the guests are thawed without a call of [`FrozenGuests::thaw`], and the uptime of
+    /// this host then.
+    pub(super) fn deadline(&self) -> (Duration, Option<Duration>) {
+        let uptime = now();
+        let remaining = self.timeout.saturating_sub(self.since.elapsed());
+        (remaining, uptime.map(|uptime| uptime + remaining))
     }
 
     /// Runs the command with `thaw`, which continues if it takes longer than the timeout.
@@ -101,7 +109,7 @@ impl FrozenGuests {
         let why = match end_within(&mut self.helper, self.timeout) {
             Ok(Some(status)) if status.success() => {
                 ensure!(
-                    matches!(held, Ok(0)),
+                    matches!(held, Ok((0, _))),
                     "the guests were thawed before, because the snapshots took longer than {seconds} s (use \
                      a longer --quiesce-timeout)"
                 );
@@ -114,12 +122,25 @@ impl FrozenGuests {
         bail!("`{command} thaw` {why} (thaw the guests, which may still be frozen)")
     }
 
-    /// The next exit status that the helper reports.
-    fn status(&mut self) -> anyhow::Result<u8> {
+    /// The next exit status that the helper reports, and the uptime of this host.
+    fn status(&mut self) -> anyhow::Result<(u8, Option<Duration>)> {
         let mut line = String::new();
         self.statuses.read_line(&mut line)?;
-        line.trim_end().parse().context("its shell has ended (thaw the guests, which may be frozen)")
+        let mut words = line.split_whitespace();
+        let status = words.next().and_then(|status| status.parse().ok());
+        let uptime = words.next().and_then(|seconds| Duration::try_from_secs_f64(seconds.parse().ok()?).ok());
+        Ok((status.context("its shell has ended (thaw the guests, which may be frozen)")?, uptime))
     }
+}
+
+/// Time since this uptime of the host, which is rounded down.
+fn time_since(uptime: Duration) -> Option<Duration> {
+    now()?.checked_sub(uptime)
+}
+
+/// Uptime of this host, as in `/proc/uptime`.
+fn now() -> Option<Duration> {
+    clock_gettime(ClockId::CLOCK_BOOTTIME).ok().map(Duration::from)
 }
 
 /// Waits for the end of a child, at most for the timeout.

@@ -3,6 +3,7 @@
 //! ```text
 //!   title      the daemon and its uptime
 //!   list       disks and groups, as many as fit
+//!   jobs       those that have not concluded or have failed, if there are any
 //!   charts     operations and bytes of the selected row, with its limits as lines
 //!   details    its settings, waits and prefetching
 //!   keys       or the result of the last action
@@ -10,6 +11,7 @@
 
 mod charts;
 mod details;
+mod jobs;
 mod rows;
 mod windows;
 
@@ -31,11 +33,13 @@ pub(super) fn draw(frame: &mut Frame<'_>, state: &mut TopState) {
         return;
     }
     let area = frame.area();
-    // A third for the charts, but at least seven rows for the list.
-    let charts = (area.height / 3).clamp(9, 20);
-    let [title, list, pictures, facts, keys] = Layout::vertical([
+    let job_rows = jobs::height(&state.report, area.height);
+    // A third for the charts, but at least seven rows for the list. Jobs take rows of the charts.
+    let charts = (area.height / 3).clamp(9, 20) - job_rows;
+    let [title, list, jobs, pictures, facts, keys] = Layout::vertical([
         Constraint::Length(1),
         Constraint::Min(8),
+        Constraint::Length(job_rows),
         Constraint::Length(charts),
         Constraint::Length(5),
         Constraint::Length(1),
@@ -45,6 +49,7 @@ pub(super) fn draw(frame: &mut Frame<'_>, state: &mut TopState) {
     state.page_rows = usize::from(list.height.saturating_sub(1)).max(1);
     draw_title(frame, title, state);
     rows::draw(frame, list, state);
+    jobs::draw(frame, jobs, &state.report);
     let all = state.rows();
     if let Some(row) = all.get(state.selected_row(&all)) {
         charts::draw(frame, pictures, state, row);

@@ -1,4 +1,8 @@
-//! State of each cluster of a point in time: not saved, claimed by a task that reads it, or saved.
+//! State of each cluster of a disk that a job copies: not saved, or saved; and claimed by a task
+//! that reads it, or free.
+//!
+//! A point in time saves a cluster once, and claims only clusters that are not saved. A write
+//! tracker saves a cluster when a task claims it, and a change makes it unsaved again.
 //!
 //! A bit for each cluster, and a list of the few claims. Never does I/O.
 
@@ -31,6 +35,15 @@ impl ClusterStates {
     pub(super) fn new(count: u64) -> Self {
         let words = vec![0; count.div_ceil(WORD_BITS) as usize].into_boxed_slice();
         Self { saved: words, count, unsaved: count, claims: Vec::new() }
+    }
+
+    /// As [`ClusterStates::new`], with all clusters saved.
+    pub(super) fn all_saved(count: u64) -> Self {
+        let mut states = Self::new(count);
+        if count > 0 {
+            states.save(0..count);
+        }
+        states
     }
 
     /// Memory of the states of `count` clusters, in bytes.
@@ -95,10 +108,23 @@ impl ClusterStates {
         debug_assert!(!clusters.is_empty() && clusters.end <= self.count, "{clusters:?}");
         self.unsaved -= clusters.end - clusters.start;
         for word in clusters.start / WORD_BITS..clusters.end.div_ceil(WORD_BITS) {
-            let (from, to) = (clusters.start.max(word * WORD_BITS), clusters.end.min((word + 1) * WORD_BITS));
-            let bits = u64::MAX >> (WORD_BITS - (to - from)) << (from % WORD_BITS);
-            self.saved[word as usize] |= bits;
+            self.saved[word as usize] |= bits_of(word, &clusters);
         }
+    }
+
+    /// Marks clusters as not saved, whatever they were before.
+    pub(super) fn unsave(&mut self, clusters: Range<u64>) {
+        for word in clusters.start / WORD_BITS..clusters.end.div_ceil(WORD_BITS) {
+            let bits = bits_of(word, &clusters);
+            let saved = &mut self.saved[word as usize];
+            self.unsaved += u64::from((*saved & bits).count_ones());
+            *saved &= !bits;
+        }
+    }
+
+    /// Number of claimed clusters.
+    pub(super) fn claimed(&self) -> u64 {
+        self.claims.iter().map(|claim| claim.end - claim.start).sum()
     }
 
     /// The first cluster from `start` to `end` whose saved bit is `is_saved`.
@@ -117,6 +143,12 @@ impl ClusterStates {
     }
 }
 
+/// Bits of a word for these clusters, of which it has at least one.
+fn bits_of(word: u64, clusters: &Range<u64>) -> u64 {
+    let (from, to) = (clusters.start.max(word * WORD_BITS), clusters.end.min((word + 1) * WORD_BITS));
+    u64::MAX >> (WORD_BITS - (to - from)) << (from % WORD_BITS)
+}
+
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
@@ -128,7 +160,7 @@ mod tests {
         #[test]
         fn states_equal_a_list(
             count in 1_u64..300,
-            steps in prop::collection::vec((0_u64..300, 1_u64..90, 0_u64..4), 1..40),
+            steps in prop::collection::vec((0_u64..300, 1_u64..90, 0_u64..5), 1..40),
         ) {
             let mut states = ClusterStates::new(count);
             // 0: not saved, 1: claimed, 2: saved.
@@ -153,6 +185,13 @@ mod tests {
                         list[claim.start as usize..middle as usize].fill(2);
                         list[middle as usize..claim.end as usize].fill(0);
                     },
+                    3 => {
+                        // Claims of clusters that are not saved stay.
+                        states.unsave(range.clone());
+                        for at in range.start..range.end {
+                            if list[at as usize] == 2 { list[at as usize] = 0 }
+                        }
+                    }
                     _ => {
                         let first = (range.start..range.end).find(|&at| list[at as usize] != 2);
                         let found = states.first_unsaved(range.clone());

@@ -52,7 +52,7 @@ const DISCARD_PARTS: u64 = 4;
 /// By default these are 32 MiB, which a hard disk reads in less than a second.
 const REMOVAL_PARTS: u64 = 2;
 /// Largest number of clusters: 64 TiB in clusters of 64 KiB, whose states need 128 MiB.
-const MAX_CLUSTERS: u64 = 1 << 30;
+pub(super) const MAX_CLUSTERS: u64 = 1 << 30;
 
 /// Size and memory of a point in time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -67,7 +67,7 @@ pub struct PointOptions {
     pub copy_bytes: u64,
 }
 
-/// Reason why a point in time has no content any more, or cannot begin.
+/// Reason why a point in time or a write tracker has ended, or cannot begin.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum PointFailure {
     /// The disk's own image failed a read.
@@ -99,7 +99,7 @@ pub enum PointFailure {
         max_bytes: u64,
     },
     /// The disk has too many clusters.
-    #[error("the disk is larger than {} TiB, which one backup can copy", max_bytes >> 40)]
+    #[error("the disk is larger than {} TiB, which one job can copy", max_bytes >> 40)]
     TooLarge {
         /// Largest size in bytes.
         max_bytes: u64,
@@ -108,7 +108,7 @@ pub enum PointFailure {
     #[error(transparent)]
     Memory(#[from] OutOfBudget),
     /// There is one already.
-    #[error("another backup of the disk is running (`weir jobs` lists it)")]
+    #[error("another job of the disk is running (`weir jobs` lists it)")]
     Busy,
     /// Another process has the image.
     #[error("no client uses the disk, so its image is free for another process")]
@@ -125,6 +125,9 @@ pub enum PointFailure {
         /// Time in seconds.
         timeout_s: u64,
     },
+    /// The size of the disk has changed, which a write tracker does not follow.
+    #[error("the disk was resized (start again)")]
+    Resized,
     /// The disk was closed, or the owner of the point in time has ended it.
     #[error("the disk was closed")]
     Closed,

@@ -16,22 +16,25 @@
 //! for its own work, except by its share.
 
 use std::{
+    iter,
     pin::pin,
-    sync::{Mutex, PoisonError},
+    sync::{Arc, Mutex, PoisonError},
 };
 
 use policy::{
     request::Direction,
-    throttle::{LimitKind, Limits, NodeShare, RateLimit, RequestCost, ThrottleError},
-    time::Duration,
+    throttle::{CauseKind, LevelCause, LimitKind, Limits, NodeShare, RateLimit, RequestCost, ThrottleError},
+    time::{Duration, Instant},
 };
 
-use super::{member::ThrottleMember, settings::DiskSettings};
+use super::{group::ThrottleGroup, member::ThrottleMember, settings::DiskSettings};
 use storage::RangeLocks;
 
 /// Interval at which spare capacity is requested, and at which a waiting request follows the disk:
 /// a tenth of the time for which spare capacity accumulates.
 const RETRY_INTERVAL: Duration = Duration::from_millis(10);
+/// Time for which a throttle cause is reported after the wait.
+const CAUSE_EXPIRY: Duration = Duration::from_secs(1);
 
 /// Limits and share of background work.
 ///
@@ -53,6 +56,38 @@ pub struct BackgroundSettings {
     pub weight: Option<u32>,
 }
 
+/// Throttle cause of background work: the limit that it waits for, or that has no spare capacity.
+#[derive(Clone, Debug)]
+pub struct BackgroundCause {
+    /// Owner of the limit.
+    pub owner: CauseOwner,
+    /// Kind of the limit, or the cap for a latency target.
+    pub kind: CauseKind,
+}
+
+/// Owner of the limit that background work waits for.
+#[derive(Clone, Debug)]
+pub enum CauseOwner {
+    /// The work itself.
+    Work,
+    /// The disk.
+    Disk,
+    /// The group of the disk.
+    Group(Arc<ThrottleGroup>),
+    /// A group above that.
+    Above(Arc<ThrottleGroup>),
+}
+
+/// A wait for capacity.
+#[derive(Clone, Copy, Debug)]
+struct CapacityWait {
+    /// Level 0 is the disk; of a wait for a share, the work itself.
+    cause: LevelCause,
+    is_for_share: bool,
+    /// When it was last refused or was admitted.
+    seen: Instant,
+}
+
 /// Background work of one disk in its throttle tree.
 #[derive(Debug)]
 pub struct BackgroundMember {
@@ -61,6 +96,7 @@ pub struct BackgroundMember {
     /// Held by the request that asks for admission.
     turn: RangeLocks,
     debt: Mutex<WorkDone>,
+    last_wait: Mutex<Option<CapacityWait>>,
 }
 
 /// Reads that were done without admission.
@@ -106,6 +142,7 @@ impl BackgroundMember {
             settings: Mutex::new(settings),
             turn: RangeLocks::default(),
             debt: Mutex::default(),
+            last_wait: Mutex::default(),
         })
     }
 
@@ -127,6 +164,43 @@ impl BackgroundMember {
         Ok(())
     }
 
+    /// Its throttle cause on `disk` at present or in the last second.
+    ///
+    /// # Panics
+    /// Panics outside a reactor.
+    pub fn throttle_cause(&self, disk: &ThrottleMember) -> Option<BackgroundCause> {
+        let own = self.member.brief_stats();
+        if let Some(kind) = own.throttle_cause {
+            return Some(BackgroundCause { owner: CauseOwner::Work, kind });
+        }
+        let groups = || iter::successors(disk.group(), |group| group.parent().cloned());
+        let group_at = |level: usize| {
+            let group = groups().nth(level.checked_sub(1)?)?;
+            Some(if level == 1 { CauseOwner::Group(group) } else { CauseOwner::Above(group) })
+        };
+        // With a share, it waits for a limit of a group.
+        if own.waiting != [0; 2] && self.member.group().is_some() {
+            let mut causes = groups().map(|group| group.brief_stats().throttle_cause).enumerate();
+            return causes.find_map(|(index, kind)| {
+                Some(BackgroundCause { owner: group_at(index + 1)?, kind: kind? })
+            });
+        }
+        let wait = self.last_wait.lock().unwrap_or_else(PoisonError::into_inner).as_ref().copied()?;
+        let CapacityWait { cause: LevelCause { level, kind }, is_for_share, seen } = wait;
+        let is_recent = reactor::now() - seen <= CAUSE_EXPIRY;
+        let owner = match (level, is_for_share) {
+            (0, true) => CauseOwner::Work,
+            (0, false) => CauseOwner::Disk,
+            (level, _) => group_at(level)?,
+        };
+        is_recent.then_some(BackgroundCause { owner, kind })
+    }
+
+    fn record_wait(&self, cause: LevelCause, is_for_share: bool) {
+        let wait = CapacityWait { cause, is_for_share, seen: reactor::now() };
+        *self.last_wait.lock().unwrap_or_else(PoisonError::into_inner) = Some(wait);
+    }
+
     /// Waits until a request of `bytes` on `disk` is admitted, and charges it. A dropped future may
     /// have charged it.
     pub(crate) async fn admit(&self, disk: &ThrottleMember, bytes: u64) {
@@ -142,8 +216,10 @@ impl BackgroundMember {
                 }
                 is_within_own_limits = true;
             }
-            if disk.try_background(&cost) {
-                return;
+            match disk.try_background(&cost) {
+                Ok(()) => return,
+                Err(Some(cause)) => self.record_wait(cause, false),
+                Err(None) => {}
             }
             reactor::sleep_until(reactor::now() + RETRY_INTERVAL).await;
         }
@@ -155,7 +231,10 @@ impl BackgroundMember {
         let mut admission = pin!(self.member.admit(Direction::Read, cost));
         loop {
             let admitted = reactor::timeout(RETRY_INTERVAL, admission.as_mut()).await;
-            if admitted.is_ok() {
+            if let Ok(cause) = admitted {
+                if let Some(cause) = cause {
+                    self.record_wait(cause, true);
+                }
                 return self.member.group().is_some();
             }
             self.follow(disk);
@@ -195,6 +274,7 @@ mod tests {
 
     use super::*;
     use crate::layer::throttle::{GroupSettings, ThrottleGroup};
+    use policy::latency_target::RateCap;
     use reactor::sim;
 
     const MIB: u64 = 1 << 20;
@@ -262,5 +342,64 @@ mod tests {
                 assert!(is_admitted.get());
             });
         }
+    }
+
+    /// The throttle cause of work with these settings on `disk` after a second, and after its end.
+    async fn cause_of(settings: BackgroundSettings, disk: &Rc<ThrottleMember>) -> [Option<String>; 2] {
+        let work = Arc::new(BackgroundMember::new(settings).expect("valid"));
+        let (admitted, of_disk) = (Arc::clone(&work), Rc::clone(disk));
+        let task = reactor::spawn_joinable(async move {
+            loop {
+                admitted.admit(&of_disk, MIB).await;
+                // Otherwise work without a limit would never return to the executor.
+                reactor::sleep_until(reactor::now() + Duration::from_millis(1)).await;
+            }
+        });
+        wait_s(1).await;
+        let text = || {
+            work.throttle_cause(disk).map(|BackgroundCause { owner, kind }| {
+                let owner = match owner {
+                    CauseOwner::Work => "work".to_owned(),
+                    CauseOwner::Disk => "disk".to_owned(),
+                    CauseOwner::Group(group) => format!("group {}", group.name()),
+                    CauseOwner::Above(group) => format!("above {}", group.name()),
+                };
+                format!("{owner} {}", kind.name())
+            })
+        };
+        let during = text();
+        drop(task);
+        wait_s(3).await;
+        [during, text()]
+    }
+
+    #[test]
+    fn throttle_cause_has_the_owner_of_the_limit() {
+        sim::run(1, async {
+            let spare = BackgroundSettings::default();
+            let shared = BackgroundSettings { weight: Some(100), ..spare };
+            let limited = BackgroundSettings { bps_total: MIB, ..spare };
+            let unlimited = Rc::new(ThrottleMember::new(DiskSettings::default(), 0, None).expect("valid"));
+            assert_eq!(cause_of(spare, &unlimited).await, [None, None]);
+            assert_eq!(cause_of(limited, &unlimited).await, [Some("work bps-total".to_owned()), None]);
+            let settings = DiskSettings { limits: limits(MIB), ..DiskSettings::default() };
+            let alone = Rc::new(ThrottleMember::new(settings, 0, None).expect("valid"));
+            assert_eq!(cause_of(spare, &alone).await, [Some("disk bps-total".to_owned()), None]);
+            let (group, _other) = busy_group(20);
+            let member = ThrottleMember::new(DiskSettings::default(), 0, Some(&group)).expect("valid");
+            let member = Rc::new(member);
+            for settings in [spare, shared] {
+                let [during, _] = cause_of(settings, &member).await;
+                assert_eq!(during.as_deref(), Some("group group bps-total"), "{settings:?}");
+            }
+            let inner = ThrottleGroup::new("inner", GroupSettings::default(), Some(&group)).expect("valid");
+            member.move_to(Some(&inner)).expect("no reservation");
+            let [during, _] = cause_of(spare, &member).await;
+            assert_eq!(during.as_deref(), Some("above group bps-total"));
+            member.move_to(None).expect("no reservation");
+            member.set_cap(Some(RateCap::new(1)));
+            let [during, _] = cause_of(spare, &member).await;
+            assert_eq!(during.as_deref(), Some("disk latency-target"));
+        });
     }
 }

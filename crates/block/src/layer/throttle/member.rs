@@ -384,8 +384,14 @@ impl ThrottleMember {
 
     /// As [`ThrottleMember::try_read_ahead`], for background work of this cost, which asks again if
     /// it is refused. A cap that refuses it counts as [waited for](ThrottleMember::take_cap_wait).
-    pub(super) fn try_background(&self, cost: &RequestCost) -> bool {
-        self.slot.is_unlimited() || self.slot.try_background(cost, reactor::coarse_now())
+    ///
+    /// # Errors
+    /// The limit or cap without spare capacity, if it is known.
+    pub(super) fn try_background(&self, cost: &RequestCost) -> Result<(), Option<LevelCause>> {
+        if self.slot.is_unlimited() {
+            return Ok(());
+        }
+        self.slot.try_background(cost, reactor::coarse_now())
     }
 }
 

@@ -183,15 +183,18 @@ impl<K> ThrottleSlot<K> {
     }
 
     /// As [`ThrottleSlot::try_read_ahead`], for background work, which asks again if it is refused.
-    pub(super) fn try_background(&self, cost: &RequestCost, now: Instant) -> bool {
+    ///
+    /// # Errors
+    /// The limit or cap without spare capacity, if it is known.
+    pub(super) fn try_background(&self, cost: &RequestCost, now: Instant) -> Result<(), Option<LevelCause>> {
         let location = self.lock();
         let mut locked = location.shared_tree.lock();
         let refund = SpareRefund::default();
-        let is_admitted = locked.tree().try_admit_read_ahead(location.node, cost, refund, now);
-        if !is_admitted {
-            locked.tree().record_cap_wait(location.node, now);
+        if locked.tree().try_admit_read_ahead(location.node, cost, refund, now) {
+            return Ok(());
         }
-        is_admitted
+        locked.tree().record_cap_wait(location.node, now);
+        Err(locked.tree().spare_cause(location.node, now))
     }
 
     /// Statistics of the current node and of earlier ones: counters and the longest wait of all

@@ -501,6 +501,14 @@ impl QmpCommand for BlockdevDel {
             })
         })?;
         let next = disk.lower_nodes.iter().position(|node| node.is_own_disk);
+        // The node below would be opened for writing, although the overlay needs it unchanged.
+        if next.is_some() && disk.is_switched() {
+            let overlay = excerpt(&disk.config().image.to_string());
+            return Err(generic_error(format!(
+                "Block device {name} is in use: a snapshot has put {overlay} over it (x-weir-remove-disk \
+                 removes it with the nodes below)"
+            )));
+        }
         drop(disk);
         match next {
             None => registry.remove_disk(&self.node).await.map_err(in_use_error(&name))?,

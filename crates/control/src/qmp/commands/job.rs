@@ -1,17 +1,17 @@
-//! Jobs: their list and settings, and QEMU's commands for jobs and block jobs. The module
-//! [`backup`](super::backup) starts them.
+//! Jobs: their list and settings, and QEMU's commands for jobs and block jobs. The modules
+//! [`backup`](super::backup) and [`stream`](super::stream) start them.
 //!
 //! A block job's `device` is its id, as for QEMU's jobs that were started with one.
 
 use std::rc::Rc;
 
 use block::layer::throttle::BackgroundSettings;
-use jobs::job::{Job, JobRefusal, JobState};
+use jobs::job::{Completion, Job, JobRefusal, JobState};
 use policy::throttle::NodeShare;
 use serde_json::{Value, json};
 
 use crate::{
-    backups::{check_settings, notify_dismissal},
+    job_start::{check_settings, notify_dismissal},
     qmp::{
         arguments::QmpArguments,
         command::{QmpCommand, response},
@@ -61,7 +61,7 @@ fn generic(error: anyhow::Error) -> QmpError {
 }
 
 query!(QueryJobReports, "x-weir-query-jobs", |registry| {
-    response(registry.jobs.all().iter().map(|job| job.report()).collect::<Vec<_>>())
+    response(registry.jobs.all().iter().map(|job| job.report(&registry.disks)).collect::<Vec<_>>())
 });
 
 #[derive(Debug)]
@@ -152,6 +152,7 @@ macro_rules! job_command {
 job_command!(PauseJob, "job-pause", "id", job, |_, job| job.job.pause());
 job_command!(ResumeJob, "job-resume", "id", job, |_, job| job.job.resume());
 job_command!(CancelJob, "job-cancel", "id", job, |_, job| job.job.cancel());
+job_command!(CompleteJob, "job-complete", "id", job, |_, job| job.job.complete(Completion::Switch));
 job_command!(DismissJob, "job-dismiss", "id", job, |registry, job| {
     match registry.jobs.dismiss(job) {
         true => {
@@ -163,22 +164,33 @@ job_command!(DismissJob, "job-dismiss", "id", job, |registry, job| {
 });
 job_command!(PauseBlockJob, "block-job-pause", "device", block_job, |_, job| job.job.pause());
 job_command!(ResumeBlockJob, "block-job-resume", "device", block_job, |_, job| job.job.resume());
+job_command!(CompleteBlockJob, "block-job-complete", "device", block_job, |_, job| {
+    job.job.complete(Completion::Switch)
+});
 
 #[derive(Debug)]
-pub(super) struct CancelBlockJob(String);
+pub(super) struct CancelBlockJob {
+    device: String,
+    is_forced: bool,
+}
 
 impl QmpCommand for CancelBlockJob {
     const NAME: &'static str = "block-job-cancel";
 
     fn read(arguments: &mut QmpArguments) -> Result<Self, QmpError> {
-        // Only jobs that are ready distinguish it.
-        let _: Option<bool> = arguments.optional("force")?;
-        Ok(Self(arguments.required("device")?))
+        Ok(Self {
+            device: arguments.required("device")?,
+            is_forced: arguments.optional("force")?.unwrap_or(false),
+        })
     }
 
     async fn run(self, registry: Rc<Registry>) -> Result<Value, QmpError> {
-        let job = block_job(&registry, &self.0)?;
-        let cancelled = job.job.cancel();
+        let job = block_job(&registry, &self.device)?;
+        // A mirror that is ready ends with a target of this instant, as in QEMU.
+        let cancelled = match job.job.state() {
+            JobState::Ready if !self.is_forced => job.job.complete(Completion::Stay),
+            _ => job.job.cancel(),
+        };
         cancelled.map_err(|error| refused(&job.job, error))?;
         Ok(json!({}))
     }
@@ -210,7 +222,7 @@ impl QmpCommand for SetBlockJobSpeed {
 
 query!(QueryJobs, "query-jobs", |registry| {
     let entry = |job: &Rc<RunningJob>| {
-        let report = job.report();
+        let report = job.report(&registry.disks);
         let mut entry = json!({
             "id": report.id,
             "type": report.kind,
@@ -228,7 +240,7 @@ query!(QueryJobs, "query-jobs", |registry| {
 
 query!(QueryBlockJobs, "query-block-jobs", |registry| {
     let entry = |job: &Rc<RunningJob>| {
-        let report = job.report();
+        let report = job.report(&registry.disks);
         let mut entry = json!({
             "type": report.kind,
             "device": report.id,

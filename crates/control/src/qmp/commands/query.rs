@@ -168,6 +168,7 @@ fn driver_name(running: &RunningDisk) -> &'static str {
         _ if matches!(&*running.disk.image(), Image::Qcow2(_)) => "qcow2",
         _ if running.config().image.path().is_some() => "raw",
         _ if running.config().image.remote().is_some() => "nbd",
+        _ if running.config().image.is_rbd() => "rbd",
         Some("null") => "null-co",
         _ => "x-weir-memory",
     }
@@ -234,4 +235,28 @@ fn block_stats(running: &RunningDisk) -> Value {
             "timed_stats": [],
         },
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use reactor::sim;
+
+    use super::*;
+
+    #[test]
+    fn raw_images_have_the_driver_of_their_storage() {
+        sim::run(1, async {
+            let running = RunningDisk::in_memory("a", None);
+            for (image, driver) in [
+                ("memory:1M", "x-weir-memory"),
+                ("null:1M", "null-co"),
+                ("rbd:pool/image", "rbd"),
+                ("nbd://host/export", "nbd"),
+                ("/images/a.raw", "raw"),
+            ] {
+                running.config.borrow_mut().image = image.parse().expect("an image");
+                assert_eq!(driver_name(&running), driver, "{image}");
+            }
+        });
+    }
 }

@@ -32,7 +32,8 @@ impl QmpCommand for RemoveDisk {
             return Ok(json!({}));
         }
         let disk = registry.disks.get(&self.name)?;
-        if disk.lower_nodes.iter().any(|node| node.is_own_disk) {
+        // After a snapshot they cannot be used without their overlay.
+        if !disk.is_switched() && disk.lower_nodes.iter().any(|node| node.is_own_disk) {
             let why = format!("disk {}: it is above another node (`blockdev-del` removes it)", self.name);
             return Err(QmpError::generic(why));
         }

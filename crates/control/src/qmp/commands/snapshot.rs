@@ -8,6 +8,7 @@
 use std::{path::PathBuf, rc::Rc};
 
 use image::qcow2::snapshot::InternalSnapshot;
+use nix::time::{ClockId, clock_gettime};
 use policy::time::{Duration, Instant};
 use reactor::operation::PassedFd;
 use serde_json::{Value, json};
@@ -257,6 +258,12 @@ fn snapshot_info(snapshot: &InternalSnapshot) -> Value {
     })
 }
 
+/// Uptime of this host in milliseconds, as in `/proc/uptime`.
+fn uptime_ms() -> u64 {
+    let uptime = clock_gettime(ClockId::CLOCK_BOOTTIME).map_or(Duration::ZERO, Into::into);
+    u64::try_from(uptime.as_millis()).unwrap_or(u64::MAX)
+}
+
 /// Snapshots of one instant, with overlays that the client has created and opened.
 #[derive(Debug)]
 pub(super) struct TakeSnapshots {
@@ -296,9 +303,11 @@ impl QmpCommand for TakeSnapshots {
         if requests.is_empty() {
             return Err(QmpError::rule("snapshots", "names no disk"));
         }
-        let deadline_ms: Option<u64> = arguments.optional("deadline-ms")?;
-        let deadline =
-            deadline_ms.map_or(Instant::MAX, |limit| reactor::now() + Duration::from_millis(limit));
+        let from_now: Option<u64> = arguments.optional("deadline-ms")?;
+        let uptime: Option<u64> = arguments.optional("deadline-uptime-ms")?;
+        let left = uptime.map(|uptime| uptime.saturating_sub(uptime_ms()));
+        let left_ms = from_now.into_iter().chain(left).min();
+        let deadline = left_ms.map_or(Instant::MAX, |left| reactor::now() + Duration::from_millis(left));
         Ok(Self { requests, deadline })
     }
 

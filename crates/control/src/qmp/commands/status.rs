@@ -61,7 +61,7 @@ impl QmpTextCommand for QueryDaemonStatus {
             makes_devices: Some(registry.makes_devices()),
             memory: Some(memory_status()),
             servers: registry.exports.servers().iter().map(|server| server_status(server)).collect(),
-            jobs: registry.jobs.all().iter().map(|job| job.report()).collect(),
+            jobs: registry.jobs.all().iter().map(|job| job.report(&registry.disks)).collect(),
             cluster: registry.cluster().map(|cluster| cluster.summary()),
             config: registry.config.as_ref().map(|path| path.display().to_string()),
             ..DaemonStatus::default()

@@ -77,7 +77,8 @@ impl Qcow2Image {
     /// # Errors
     /// [`BitmapViewError`].
     pub async fn view_bitmap(&self, name: &str) -> std::result::Result<BitmapView, BitmapViewError> {
-        let view = |source| BitmapView { image: self.clone(), name: name.into(), source };
+        // It must not keep the files of an earlier chain open.
+        let view = |source| BitmapView { image: self.without_chain(), name: name.into(), source };
         if let Some(recorded) = self.recorded_bitmap(name) {
             // At the end of the backup its marks would vanish under the client that reads them.
             return match recorded.is_busy() {
@@ -135,12 +136,12 @@ impl BitmapView {
 
     /// True if it is a bitmap of this image.
     pub fn is_of(&self, image: &Qcow2Image) -> bool {
-        Arc::ptr_eq(&self.image.0, &image.0)
+        Arc::ptr_eq(&self.image.state, &image.state)
     }
 
     /// True if both are bitmaps of the same image; names may repeat in a chain.
     pub fn is_of_the_same_image(&self, other: &Self) -> bool {
-        Arc::ptr_eq(&self.image.0, &other.image.0)
+        Arc::ptr_eq(&self.image.state, &other.image.state)
     }
 
     /// Returns the marks from `offset` on: 1 to [`MAX_EXTENTS`] contiguous runs that cover at

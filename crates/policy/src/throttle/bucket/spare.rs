@@ -111,9 +111,15 @@ impl NodeBuckets {
     /// True if read-ahead may be charged: no bucket that applies to reads exceeds its size, spare
     /// level included.
     pub(in crate::throttle) fn has_spare(&self, now: Instant) -> bool {
+        self.without_spare(now).is_none()
+    }
+
+    /// The first limit on reads whose bucket has no spare capacity.
+    pub(in crate::throttle) fn without_spare(&self, now: Instant) -> Option<LimitKind> {
         let elapsed_ns = now.nanos_since(self.now);
         self.applying(Direction::Read)
-            .all(|(kind, bucket)| self.spare.levels[kind.index()].fits(bucket, elapsed_ns))
+            .find(|(kind, bucket)| !self.spare.levels[kind.index()].fits(bucket, elapsed_ns))
+            .map(|(kind, _)| kind)
     }
 
     pub(in crate::throttle) fn charge_spare(&mut self, cost: &RequestCost, now: Instant) {

@@ -5,10 +5,12 @@
 //! same order.
 
 use super::super::bucket::NodeBuckets;
+use super::super::cause::CauseKind;
 use super::super::cost::RequestCost;
+use super::super::enforcement::Enforcement;
 use super::super::node::ThrottleNode;
 use super::super::refund::SpareRefund;
-use super::{NodeId, ROOT, ThrottleTree};
+use super::{LevelCause, NodeId, ROOT, ThrottleTree};
 use crate::request::Direction;
 use crate::time::Instant;
 
@@ -43,6 +45,27 @@ impl<T> ThrottleTree<T> {
             });
         }
         has_spare
+    }
+
+    /// Lowest limit or cap on the path of a disk that has no spare capacity, after a refusal of
+    /// [`ThrottleTree::try_admit_read_ahead`] at the same instant.
+    ///
+    /// # Panics
+    /// Panics if the node was removed.
+    pub fn spare_cause(&mut self, disk: NodeId, now: Instant) -> Option<LevelCause> {
+        let slot = self.slot(disk);
+        let (mut level, mut cause) = (0, None);
+        self.each_up(slot, |node| {
+            let limits = node.limited.as_ref().filter(|_| node.enforcement != Enforcement::Lifted);
+            let limit = limits.and_then(|limited| limited.buckets.without_spare(now)).map(CauseKind::Limit);
+            let cap = || node.cap.as_ref().filter(|cap| !cap.buckets.has_spare(now));
+            let kind = limit.or_else(|| cap().map(|_| CauseKind::LatencyTarget));
+            // Or the limit that clients' requests wait for here.
+            let kind = kind.or_else(|| node.summary(now).throttle_cause);
+            cause = cause.or(kind.map(|kind| LevelCause { level, kind }));
+            level += 1;
+        });
+        cause
     }
 
     pub(super) fn each_up(&mut self, slot: usize, mut visit: impl FnMut(&mut ThrottleNode<T>)) {

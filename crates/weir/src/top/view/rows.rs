@@ -153,7 +153,7 @@ fn row(row: &list::TopRow<'_>, texts: TextColumnWidths) -> Row<'static> {
 }
 
 /// `GROUP: LIMIT` within a width. Only the name of the group is shortened.
-fn limit_within(held_by: &str, width: usize) -> String {
+pub(super) fn limit_within(held_by: &str, width: usize) -> String {
     match held_by.rsplit_once(": ") {
         Some((group, limit)) => {
             let available = width.saturating_sub(limit.chars().count() + ": ".len());

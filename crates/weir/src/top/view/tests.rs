@@ -5,6 +5,7 @@
 
 use std::{env, fs, path::PathBuf};
 
+use api::{JobReport, ThrottleCause};
 use console::screen::without_colours;
 use ratatui::{
     Frame, Terminal,
@@ -130,6 +131,50 @@ fn small_terminal_shows_the_required_size() {
     for (width, height) in [(0, 0), (1, 1), (79, 24), (80, 23)] {
         screen(&mut state, width, height);
     }
+}
+
+/// A state with this number of jobs.
+fn with_jobs(count: usize) -> TopState {
+    let mut state = watched(60, &["vm1"]);
+    let job = |number: usize| JobReport {
+        id: format!("backup-vm{number}"),
+        kind: "backup".to_owned(),
+        disk: format!("vm{number}"),
+        group: Some("gold".to_owned()),
+        state: "running".to_owned(),
+        done_bytes: 42 << 20,
+        total_bytes: 100 << 20,
+        rate_bps: 20 << 20,
+        remaining_s: Some(60 * number as u64),
+        throttle_cause: Some(ThrottleCause {
+            level: "group".into(),
+            name: "gold".to_owned(),
+            limit: "bps-total".into(),
+        }),
+        ..JobReport::default()
+    };
+    state.report.status.jobs = (1..=count).map(job).collect();
+    state
+}
+
+#[test]
+fn jobs_that_run_or_have_failed_are_below_the_list() {
+    let mut state = with_jobs(4);
+    let jobs = &mut state.report.status.jobs;
+    (jobs[1].state, jobs[1].remaining_s, jobs[1].throttle_cause) = ("paused".to_owned(), None, None);
+    for job in &mut jobs[2..] {
+        (job.state, job.remaining_s, job.throttle_cause) = ("concluded".to_owned(), None, None);
+    }
+    jobs[2].error = Some("the target cannot be written at offset 0".to_owned());
+    check(&mut state, (80, 24), "jobs.txt");
+    check(&mut state, (140, 43), "jobs-wide.txt");
+}
+
+#[test]
+fn number_of_jobs_that_do_not_fit_is_shown() {
+    let drawn = screen(&mut with_jobs(9), 80, 24);
+    assert!(drawn.contains("backup-vm2") && !drawn.contains("backup-vm3"), "{drawn}");
+    assert!(drawn.contains("7 more jobs (weir jobs)"), "{drawn}");
 }
 
 #[test]

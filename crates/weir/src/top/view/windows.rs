@@ -25,8 +25,9 @@ The first line has the interval of all figures except WAIT. P50 and P99 are
 percentiles of the latencies of reads and writes. HELD is the share of the
 interval in which requests waited for limits, WAIT the number of requests
 that wait now, and HELD BY the limit that they wait for, after the name of
-its group. Below the charts are the waits. Straight lines in the charts are
-limits. Accuracy is the share of prefetched data that was used.
+its group. Jobs that run or have failed are below the list. Below the charts
+are the waits. Straight lines in the charts are limits. Accuracy is the share
+of prefetched data that was used.
 ";
 
 pub(super) fn draw_edit(frame: &mut Frame<'_>, area: Rect, edit: &SettingsEditor) {

@@ -1,5 +1,5 @@
-//! Target of `weir backup`: a new file, or a block device, opened by this process; or an image that
-//! the daemon opens.
+//! Target of `weir backup` and `weir mirror`: a new file, or a block device, opened by this
+//! process; or an image that the daemon opens.
 //!
 //! Never replaces a file, and never writes through the path of a file that it has opened: another
 //! user of the directory could replace it.
@@ -21,7 +21,7 @@ use image::{
 };
 use nix::libc::O_EXCL;
 use settings::ImageLocation;
-use storage::ImageFormat;
+use storage::{ImageFormat, new_file::check_directory};
 
 use crate::new_image::{UnusedFile, write_qcow2};
 
@@ -57,7 +57,7 @@ impl RequestedTarget<'_> {
         let Some(path) = location.path().map(Path::to_owned) else {
             ensure!(
                 location.is_remote(),
-                "{location}: is no target of a backup (use a new file, a block device, the URI of an \
+                "{location}: is no target (use a new file, a block device, the URI of an \
                  NBD export, or rbd:POOL/IMAGE)"
             );
             self.check_existing(&location.to_string())?;
@@ -76,6 +76,8 @@ impl RequestedTarget<'_> {
             Err(error) if error.kind() == ErrorKind::NotFound => {}
             Err(error) => bail!("{name}: cannot be created: {error} (check the directory)"),
         }
+        // As the misspelt name of a device.
+        check_directory(&path).map_err(|why| anyhow!("{name}: does not exist, and {why}"))?;
         let format = self.format.unwrap_or_else(|| format_by_name(&path));
         let backing = self.backing_of_new(&path, format)?;
         // It holds all data of the disk: only this user may read it.
@@ -237,6 +239,21 @@ mod tests {
         assert_eq!(reference(&qcow2).expect("qcow2"), ("./a:b.qcow2".into(), "qcow2".into()));
         let refused = format!("{:#}", reference(&bare).expect_err("it may be either"));
         assert!(refused.contains("rename it to *.qcow2"), "{refused}");
+    }
+
+    #[test]
+    fn no_file_is_created_beside_devices() {
+        let requested = RequestedTarget {
+            location: "/dev/weir-none".parse().expect("a path"),
+            format: None,
+            size_bytes: 4096,
+            is_incremental: false,
+            backing: None,
+            disk_image: Path::new("none"),
+        };
+        let error = requested.prepare().err().expect("a reboot would delete it").to_string();
+        assert!(error.contains("/dev/weir-none: does not exist, and its directory /dev"), "{error}");
+        assert!(!Path::new("/dev/weir-none").exists());
     }
 
     #[test]
