@@ -278,13 +278,21 @@ fn node_below_an_overlay_is_not_opened_again() {
     let overlay = scratch.path("o.qcow2");
     let arguments = json!({ "device": "q", "snapshot-file": text(&overlay), "snapshot-node-name": "sn" });
     qmp.command("blockdev-snapshot-sync", arguments);
-    for (node, expected) in [("q", "a snapshot has put"), ("sn", "in use"), ("f", "in use")] {
+    for (node, expected) in [("q", "the disk continues on"), ("f", "in use")] {
         let (_, error) = qmp.command_error("blockdev-del", json!({ "node-name": node }));
         assert_contains(&error, &[&format!("Block device {node} is in use"), expected]);
     }
     assert_eq!(chain(&scratch, "q"), ["o.qcow2", "c.qcow2"]);
-    qmp.command("x-weir-remove-disk", json!({ "name": "q" }));
+    // All files are closed with the topmost node; the other names exist until they are deleted.
+    qmp.command("blockdev-del", json!({ "node-name": "sn" }));
     check(&overlay);
+    let again = json!({ "driver": "null-co", "node-name": "q", "size": 4096 });
+    assert_contains(&qmp.command_error("blockdev-add", again).1, &["Duplicate nodes", "q"]);
+    for node in ["q", "f"] {
+        qmp.command("blockdev-del", json!({ "node-name": node }));
+        let (_, error) = qmp.command_error("blockdev-del", json!({ "node-name": node }));
+        assert_contains(&error, &["Failed to find node", node]);
+    }
     // All names are free.
     for node in ["f", "q", "sn"] {
         qmp.command("blockdev-add", json!({ "driver": "null-co", "node-name": node, "size": 4096 }));

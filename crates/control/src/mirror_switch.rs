@@ -111,7 +111,8 @@ impl PreparedSwitch {
         if let Some(taken) = taken {
             let lower = taken.lower_nodes.iter().map(|node| node.name.clone());
             let own = std::iter::once(taken.disk.name().to_string());
-            let nodes = own.chain(taken.overlay_nodes()).chain(lower).collect();
+            // The last one is the topmost.
+            let nodes = lower.chain(own).chain(taken.overlay_nodes()).collect();
             registry.disks.add_overlay_nodes(&disk, nodes);
         }
         registry.note_switched_image(&running.disk, &location, running.format);

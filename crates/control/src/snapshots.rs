@@ -225,7 +225,8 @@ async fn take_node(
     // Fails if it is exported, or otherwise in use.
     let taken = registry.take_out_disk(node)?;
     let lower = taken.lower_nodes.iter().map(|node| node.name.clone());
-    let nodes = Vec::from_iter(std::iter::once(node.to_owned()).chain(lower));
+    // The last one is the topmost.
+    let nodes: Vec<_> = lower.chain(std::iter::once(node.to_owned())).chain(taken.overlay_nodes()).collect();
     // So that the node can be added again if the snapshot fails.
     registry.disks.reserve_nodes(&nodes);
     let caches = taken.caches.get();

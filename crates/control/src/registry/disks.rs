@@ -17,8 +17,10 @@ use crate::unavailable_disk::{ReservedEndpoint, UnavailableDiskEntry};
 #[derive(Default)]
 pub struct DiskRegistry {
     listed: NameMap<Rc<RunningDisk>>,
-    /// Names of the nodes below disks.
-    lower_node_names: RefCell<BTreeSet<String>>,
+    /// Names of the nodes below disks and over them.
+    node_names: RefCell<BTreeSet<String>>,
+    /// Names of nodes whose disk is closed, and which clients have not deleted.
+    closed_nodes: RefCell<BTreeSet<String>>,
     /// Removed disks that are being closed.
     closing: RefCell<Vec<String>>,
     /// Disks that are being migrated to or from another host, with the names of their groups. The
@@ -63,14 +65,14 @@ impl DiskRegistry {
     pub(super) fn insert(&self, name: String, disk: Rc<RunningDisk>, watches: Vec<reactor::JoinHandle<()>>) {
         self.watches.borrow_mut().insert(name.clone(), watches);
         // Names of nodes are unique across all disks, as in QEMU.
-        self.lower_node_names.borrow_mut().extend(disk.lower_nodes.iter().map(|node| node.name.clone()));
-        self.lower_node_names.borrow_mut().extend(disk.overlay_nodes());
+        self.node_names.borrow_mut().extend(disk.lower_nodes.iter().map(|node| node.name.clone()));
+        self.node_names.borrow_mut().extend(disk.overlay_nodes());
         self.listed.insert(name, disk);
     }
 
     pub(super) fn remove(&self, name: &str) {
         if let Some(disk) = self.listed.remove(name) {
-            let mut names = self.lower_node_names.borrow_mut();
+            let mut names = self.node_names.borrow_mut();
             disk.lower_nodes.iter().for_each(|node| _ = names.remove(&node.name));
             disk.overlay_nodes().iter().for_each(|node| _ = names.remove(node));
         }
@@ -85,7 +87,12 @@ impl DiskRegistry {
     /// True if the name belongs to a disk, open or not, or to a node below one.
     pub(super) fn has_name(&self, name: &str) -> bool {
         let is_moving = self.migrating.borrow().contains_key(name);
-        self.listed.contains(name) || is_moving || self.is_lower_node(name) || self.is_unavailable(name)
+        let is_closed = self.closed_nodes.borrow().contains(name);
+        self.listed.contains(name)
+            || is_moving
+            || is_closed
+            || self.has_node_name(name)
+            || self.is_unavailable(name)
     }
 
     /// Marks a removed disk as being closed until the returned value is dropped.
@@ -198,18 +205,18 @@ impl DiskRegistry {
 
     /// Reserves names for nodes of a disk that is not listed, or not yet.
     pub(crate) fn reserve_nodes(&self, names: &[String]) {
-        self.lower_node_names.borrow_mut().extend(names.iter().cloned());
+        self.node_names.borrow_mut().extend(names.iter().cloned());
     }
 
     /// Ends the reservation of [`DiskRegistry::reserve_nodes`].
     pub(crate) fn release_nodes(&self, names: &[String]) {
-        let mut reserved = self.lower_node_names.borrow_mut();
+        let mut reserved = self.node_names.borrow_mut();
         names.iter().for_each(|name| _ = reserved.remove(name));
     }
 
     /// Adds, and reserves, the names of nodes that a snapshot has put over a disk.
     pub(crate) fn add_overlay_nodes(&self, running: &RunningDisk, names: Vec<String>) {
-        self.lower_node_names.borrow_mut().extend(names.iter().cloned());
+        self.node_names.borrow_mut().extend(names.iter().cloned());
         running.add_overlay_nodes(names);
     }
 
@@ -219,8 +226,19 @@ impl DiskRegistry {
         self.find(name).or_else(|| self.all().into_iter().find(has_node))
     }
 
-    pub(crate) fn is_lower_node(&self, name: &str) -> bool {
-        self.lower_node_names.borrow().contains(name)
+    /// True if a node of this name is below a disk or, put there by a snapshot, over one.
+    pub(crate) fn has_node_name(&self, name: &str) -> bool {
+        self.node_names.borrow().contains(name)
+    }
+
+    /// Keeps the names of nodes of a closed disk until each of them is deleted.
+    pub(crate) fn keep_closed_nodes(&self, names: Vec<String>) {
+        self.closed_nodes.borrow_mut().extend(names);
+    }
+
+    /// Deletes the name of a node of a closed disk; returns false if there is none.
+    pub(crate) fn delete_closed_node(&self, name: &str) -> bool {
+        self.closed_nodes.borrow_mut().remove(name)
     }
 
     /// True if the disk or group of this name is incomplete and may still be rolled back.

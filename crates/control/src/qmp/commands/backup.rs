@@ -9,7 +9,7 @@ use jobs::backup::BackupBitmap;
 use serde_json::{Value, json};
 
 use super::{
-    bitmap::disk_of_node,
+    block::find_device_name,
     job_arguments::{BlockJobArguments, ImageJobArguments},
 };
 use crate::{
@@ -107,13 +107,11 @@ impl QmpCommand for BlockdevBackup {
 
     async fn run(self, registry: Rc<Registry>) -> Result<Value, QmpError> {
         let Self { job, bitmap, keeps_marks } = self;
-        for node in [&job.disk, &job.target] {
-            disk_of_node(&registry, node)?;
-        }
+        let [disk, target] = [&job.disk, &job.target].map(|node| find_device_name(&registry, node));
         let request = BackupRequest {
             id: Some(job.id),
-            disk: job.disk,
-            target: TargetRequest::Disk(job.target),
+            disk: disk?,
+            target: TargetRequest::Disk(target?),
             bitmap,
             may_add_bitmap: false,
             keeps_marks,

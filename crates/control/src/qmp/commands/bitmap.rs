@@ -7,27 +7,19 @@ use std::rc::Rc;
 use image::qcow2::bitmap::{BitmapChange, BitmapStatus, GRANULARITY_BITS, MergeSource, NewBitmap};
 use serde_json::{Value, json};
 
+use super::block::find_device;
 use crate::{
     bitmaps::{change_bitmap, default_granularity_bits, explain},
     qmp::{
         arguments::{NodeReference, QmpArguments},
         command::QmpCommand,
         error::QmpError,
-        json::excerpt,
     },
-    registry::{Registry, RunningDisk},
+    registry::Registry,
 };
 
-/// The disk that a node belongs to.
-pub(super) fn disk_of_node(registry: &Registry, node: &str) -> Result<Rc<RunningDisk>, QmpError> {
-    registry.disks.get(node).map_err(|_| {
-        let node = excerpt(node);
-        QmpError::generic(format!("Cannot find device='{node}' nor node-name='{node}'"))
-    })
-}
-
 async fn change(registry: &Registry, node: &str, change: &BitmapChange) -> Result<Value, QmpError> {
-    let running = disk_of_node(registry, node)?;
+    let running = find_device(registry, node)?;
     change_bitmap(registry, &running, change).await.map_err(QmpError::from_daemon_error)?;
     Ok(json!({}))
 }
@@ -77,7 +69,7 @@ impl QmpCommand for AddBitmap {
     }
 
     async fn run(self, registry: Rc<Registry>) -> Result<Value, QmpError> {
-        let running = disk_of_node(&registry, &self.node)?;
+        let running = find_device(&registry, &self.node)?;
         let granularity_bits = match self.granularity {
             Some(granularity) => granularity.trailing_zeros(),
             None => default_granularity_bits(&running.disk.image()),
@@ -158,7 +150,7 @@ impl QmpCommand for MergeBitmaps {
             sources.push(match node.filter(|node| *node != self.node) {
                 None => MergeSource::Own(name),
                 Some(node) => {
-                    let other = disk_of_node(&registry, &node)?;
+                    let other = find_device(&registry, &node)?;
                     let bits = other.disk.bitmap_bits(&name).await;
                     let bits = bits.map_err(|error| explain(other.disk.name(), error));
                     MergeSource::Bits(bits.map_err(QmpError::from_daemon_error)?)

@@ -307,11 +307,25 @@ fn build_disk(
     Ok(disk)
 }
 
+/// The disk that a client names by its own name or by that of a node that a snapshot or mirror has
+/// put over it.
+pub(super) fn find_device(registry: &Registry, name: &str) -> Result<Rc<RunningDisk>, QmpError> {
+    registry.disks.find_node(name).ok_or_else(|| {
+        let shown = excerpt(name);
+        QmpError::generic(format!("Cannot find device='{shown}' nor node-name='{shown}'"))
+    })
+}
+
+/// Name of this disk.
+pub(super) fn find_device_name(registry: &Registry, name: &str) -> Result<String, QmpError> {
+    Ok(find_device(registry, name)?.disk.name().to_string())
+}
+
 /// Existing topmost node.
 fn find_top_node(registry: &Registry, name: &str) -> Result<Rc<RunningDisk>, QmpError> {
     registry.disks.get(name).map_err(|_| {
         let shown = excerpt(name);
-        if registry.disks.is_lower_node(name) {
+        if registry.disks.has_node_name(name) {
             generic_error(format_args!("Node '{shown}' is in use by the disk above it"))
         } else {
             generic_error(format_args!("Cannot find device='{shown}' nor node-name='{shown}'"))
@@ -478,6 +492,20 @@ fn check_file_type(path: &Path, device: bool) -> Result<(), String> {
     }
 }
 
+/// Closes a disk whose topmost node is deleted. The nodes below it, which QEMU would keep, remain
+/// as names until a client deletes them.
+async fn delete_top_node(registry: &Registry, disk: Rc<RunningDisk>) -> Result<Value, QmpError> {
+    let name = disk.disk.name().to_string();
+    let mut below = disk.overlay_nodes();
+    let top = below.pop().unwrap_or_default();
+    below.extend(disk.lower_nodes.iter().map(|node| node.name.clone()));
+    below.push(name.clone());
+    drop(disk);
+    registry.remove_disk(&name).await.map_err(in_use_error(&excerpt(&top)))?;
+    registry.disks.keep_closed_nodes(below);
+    Ok(json!({}))
+}
+
 #[derive(Debug)]
 pub(super) struct BlockdevDel {
     node: String,
@@ -493,8 +521,16 @@ impl QmpCommand for BlockdevDel {
 
     async fn run(self, registry: Rc<Registry>) -> Result<Value, QmpError> {
         let name = excerpt(&self.node);
+        if registry.disks.delete_closed_node(&self.node) {
+            return Ok(json!({}));
+        }
+        if let Some(disk) = registry.disks.find_node(&self.node)
+            && disk.overlay_nodes().last() == Some(&self.node)
+        {
+            return delete_top_node(&registry, disk).await;
+        }
         let disk = registry.disks.get(&self.node).map_err(|_| {
-            generic_error(if registry.disks.is_lower_node(&self.node) {
+            generic_error(if registry.disks.has_node_name(&self.node) {
                 format!("Block device {name} is in use")
             } else {
                 format!("Failed to find node with node-name='{name}'")
@@ -502,11 +538,11 @@ impl QmpCommand for BlockdevDel {
         })?;
         let next = disk.lower_nodes.iter().position(|node| node.is_own_disk);
         // The node below would be opened for writing, although the overlay needs it unchanged.
-        if next.is_some() && disk.is_switched() {
+        if disk.is_switched() && (next.is_some() || !disk.overlay_nodes().is_empty()) {
             let overlay = excerpt(&disk.config().image.to_string());
             return Err(generic_error(format!(
-                "Block device {name} is in use: a snapshot has put {overlay} over it (x-weir-remove-disk \
-                 removes it with the nodes below)"
+                "Block device {name} is in use: the disk continues on {overlay} (delete the topmost node \
+                 first, or remove all with x-weir-remove-disk)"
             )));
         }
         drop(disk);
@@ -582,7 +618,8 @@ impl QmpCommand for BlockResize {
 
     async fn run(self, registry: Rc<Registry>) -> Result<Value, QmpError> {
         let (device, node) = (self.device.unwrap_or_default(), self.node.unwrap_or_default());
-        let disk = registry.disks.get(&device).or_else(|_| registry.disks.get(&node)).map_err(|_| {
+        let disks = &registry.disks;
+        let disk = disks.find_node(&device).or_else(|| disks.find_node(&node)).ok_or_else(|| {
             let (device, node) = (excerpt(&device), excerpt(&node));
             generic_error(format_args!("Cannot find device='{device}' nor node-name='{node}'"))
         })?;

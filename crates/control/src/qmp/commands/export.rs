@@ -86,7 +86,7 @@ impl QmpCommand for BlockExportAdd {
         if registry.exports.get(&id).is_ok() {
             return Err(QmpError::generic(format!("Block export id '{id}' is already in use")));
         }
-        let disk = registry.disks.get(&node).map_err(|_| {
+        let disk = registry.disks.find_node(&node).ok_or_else(|| {
             QmpError::generic(format!("Cannot find device='' nor node-name='{}'", excerpt(&node)))
         })?;
         if writable && disk.disk.image().is_read_only() {

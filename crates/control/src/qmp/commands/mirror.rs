@@ -8,7 +8,7 @@ use api::StartedJob;
 use serde_json::{Value, json};
 
 use super::{
-    bitmap::disk_of_node,
+    block::find_device_name,
     job_arguments::{BlockJobArguments, ImageJobArguments},
 };
 use crate::{
@@ -68,10 +68,8 @@ impl QmpCommand for BlockdevMirror {
 
     async fn run(self, registry: Rc<Registry>) -> Result<Value, QmpError> {
         let BlockJobArguments { id, disk, target, is_auto_dismissed, settings } = self.0;
-        for node in [&disk, &target] {
-            disk_of_node(&registry, node)?;
-        }
-        let target = TargetRequest::Disk(target);
+        let [disk, target] = [&disk, &target].map(|node| find_device_name(&registry, node));
+        let (disk, target) = (disk?, TargetRequest::Disk(target?));
         let request = MirrorRequest { id: Some(id), disk, target, is_auto_dismissed, settings };
         start_mirror(&registry, request).await.map_err(QmpError::from_daemon_error)?;
         Ok(json!({}))

@@ -14,6 +14,7 @@ use reactor::operation::PassedFd;
 use serde_json::{Value, json};
 use settings::ImageLocation;
 
+use super::block::find_device;
 use crate::{
     qmp::{
         arguments::QmpArguments,
@@ -21,7 +22,7 @@ use crate::{
         error::QmpError,
         json::excerpt,
     },
-    registry::{Registry, RunningDisk},
+    registry::Registry,
     snapshots::{self, CreatedOverlay, SnapshotKind, SnapshotRequest, take_snapshots},
 };
 
@@ -84,14 +85,6 @@ impl SnapshotAction {
     }
 }
 
-/// The disk that a client names by its own name or by that of a node.
-fn find(registry: &Registry, name: &str) -> Result<Rc<RunningDisk>, QmpError> {
-    registry.disks.find_node(name).ok_or_else(|| {
-        let shown = excerpt(name);
-        QmpError::generic(format!("Cannot find device='{shown}' nor node-name='{shown}'"))
-    })
-}
-
 /// Performs all actions at one instant, or none.
 async fn perform(registry: &Rc<Registry>, actions: Vec<SnapshotAction>) -> Result<(), QmpError> {
     let (mut requests, mut created) = (Vec::new(), Vec::new());
@@ -122,13 +115,15 @@ async fn request(
     let (running, kind) = match action {
         SnapshotAction::Abort => return Ok(None),
         SnapshotAction::Node { node, overlay } => {
-            let running = find(registry, &node)?;
-            find(registry, &overlay)?;
+            let running = find_device(registry, &node)?;
+            find_device(registry, &overlay)?;
             (running, SnapshotKind::Node(overlay))
         }
-        SnapshotAction::Internal { device, name } => (find(registry, &device)?, SnapshotKind::Internal(name)),
+        SnapshotAction::Internal { device, name } => {
+            (find_device(registry, &device)?, SnapshotKind::Internal(name))
+        }
         SnapshotAction::File { device, path, node, is_created } => {
-            let running = find(registry, &device)?;
+            let running = find_device(registry, &device)?;
             if let Some(node) = &node {
                 registry.check_name(node).map_err(|_| {
                     QmpError::generic(format!("Duplicate nodes with node-name='{}'", excerpt(node)))
@@ -226,7 +221,7 @@ impl QmpCommand for BlockdevSnapshotDeleteInternalSync {
 
     async fn run(self, registry: Rc<Registry>) -> Result<Value, QmpError> {
         let Self { device, id, name } = self;
-        let disk = find(&registry, &device)?.disk.name().to_string();
+        let disk = find_device(&registry, &device)?.disk.name().to_string();
         let is_wanted = |snapshot: &InternalSnapshot| {
             id.as_ref().is_none_or(|id| snapshot.id() == *id)
                 && name.as_ref().is_none_or(|name| snapshot.name() == *name)

@@ -8,14 +8,16 @@ use api::StartedJob;
 use block::layer::throttle::BackgroundSettings;
 use serde_json::{Value, json};
 
-use super::job::{GivenSettings, MAX_RATE};
+use super::{
+    block::find_device_name,
+    job::{GivenSettings, MAX_RATE},
+};
 use crate::{
     chains::{StreamRequest, start_stream},
     qmp::{
         arguments::QmpArguments,
         command::{QmpCommand, response},
         error::QmpError,
-        json::excerpt,
     },
     registry::Registry,
 };
@@ -93,20 +95,15 @@ impl QmpCommand for BlockStream {
     }
 
     async fn run(self, registry: Rc<Registry>) -> Result<Value, QmpError> {
-        // Also by the name of a node that a snapshot has put over the disk.
-        let running = registry.disks.find_node(&self.device).ok_or_else(|| {
-            let shown = excerpt(&self.device);
-            QmpError::generic(format!("Cannot find device='{shown}' nor node-name='{shown}'"))
-        })?;
+        let disk = find_device_name(&registry, &self.device)?;
         let request = StreamRequest {
             // As in QEMU.
             id: Some(self.id.unwrap_or(self.device)),
-            disk: running.disk.name().to_string(),
+            disk,
             base: self.base,
             is_auto_dismissed: self.is_auto_dismissed,
             settings: BackgroundSettings { bps_total: self.bps_total, ..BackgroundSettings::default() },
         };
-        drop(running);
         start_stream(&registry, request).await.map_err(QmpError::from_daemon_error)?;
         Ok(json!({}))
     }
