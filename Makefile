@@ -18,6 +18,7 @@ SOAK_DAMAGED ?= 20000
 SOAK_UPGRADES ?= 200
 SOAK_DAYS ?= 200
 SOAK_OPERATIONS ?= 1000000
+SOAK_HISTORIES ?= 200
 # Four times as many parallel tests as processors: most of them wait for a limit or a disk.
 TEST_THREADS ?= $(shell echo $$((4 * $$(nproc))))
 # Property tests use the same cases in each run of `make test`, so that it never fails by chance; a
@@ -151,13 +152,14 @@ miri: ## virtqueues and guest memory under Miri, a few cases each (nightly with 
 	PROPTEST_CASES=3 WEIR_SEEDS=3 MIRIFLAGS="-Zmiri-disable-isolation -Zmiri-disable-weak-memory-emulation" $(CARGO) +nightly miri test --locked --target-dir "$(TARGET)/miri" -p weir-virtio --lib -- ring::
 	PROPTEST_CASES=3 WEIR_SEEDS=3 MIRIFLAGS="-Zmiri-disable-isolation -Zmiri-disable-weak-memory-emulation" $(CARGO) +nightly miri test --locked --target-dir "$(TARGET)/miri" -p weir-reactor --lib -- buffer:: guest::dirty
 
-soak: ## long-running tests: property tests and simulations with many more cases and seeds; coverage of the confidence intervals of advice; random operations on files over FUSE; qcow2 in all combinations, with kills, and in random histories with qemu-img; 20,000 damaged images; upgrades; metrics scraped for ten minutes; cgroups; kills and migrations of virtual machines
+soak: ## long-running tests: property tests and simulations with many more cases and seeds; coverage of the confidence intervals of advice; random operations on files over FUSE; block jobs beside qemu-storage-daemon; qcow2 in all combinations, with kills, and in random histories with qemu-img; 20,000 damaged images; upgrades; metrics scraped for ten minutes; cgroups; kills and migrations of virtual machines
 	@scripts/deps build clients guest libvirt systemd
-	WEIR_SEEDS=$(SOAK_SEEDS) PROPTEST_CASES=$(SOAK_CASES) $(CARGO) test --release --locked -p weir-policy -p weir-reactor -p weir-nbd -p weir-storage -p weir-image -p weir-block -p weir-virtio -p weir-export
+	WEIR_SEEDS=$(SOAK_SEEDS) PROPTEST_CASES=$(SOAK_CASES) $(CARGO) test --release --locked -p weir-policy -p weir-reactor -p weir-nbd -p weir-storage -p weir-image -p weir-block -p weir-jobs -p weir-virtio -p weir-export
 	WEIR_SEEDS=$(SOAK_DAYS) $(CARGO) test --release --locked -p weir-lab --lib advise::tests::coverage -- --nocapture
 	WEIR_CONFORMANCE=all WEIR_KILLS=$(SOAK_KILLS) $(CARGO) test --release --locked -p weir --test e2e qcow2_c
 	WEIR_SEQUENCES=$(SOAK_SEQUENCES) $(CARGO) test --release --locked -p weir --test e2e image_soak
 	WEIR_FSX_OPERATIONS=$(SOAK_OPERATIONS) $(CARGO) test --release --locked -p weir --test e2e fsx::
+	WEIR_HISTORIES=$(SOAK_HISTORIES) $(CARGO) test --release --locked -p weir --test e2e job_histories::
 	WEIR_DAMAGED=$(SOAK_DAMAGED) $(CARGO) test --release --locked -p weir --test e2e qcow2_damage -- --nocapture
 	@scripts/prometheus
 	WEIR_SCRAPE_SECONDS=600 $(CARGO) test --release --locked -p weir --test e2e metrics::prometheus

@@ -8,7 +8,7 @@ use std::{fs, path::Path};
 
 use crate::{
     fuse::{can_mount, mount_point},
-    harness::{MIB, Scratch, Serve, TestClient, qemu_img, text},
+    harness::{MIB, Scratch, Serve, TestClient, env_number, qemu_img, text},
 };
 
 const EXERCISE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../tests/fsx/exercise.py");
@@ -17,17 +17,13 @@ const MAX_FILE_BYTES: u64 = 256 << 10;
 /// because the harness limits the run time of a client.
 const SLICE: u64 = 10_000;
 
-fn number(name: &str, otherwise: u64) -> u64 {
-    std::env::var(name).ok().and_then(|text| text.parse().ok()).unwrap_or(otherwise)
-}
-
 /// Exercises `file`; returns the content that the model expects.
 #[allow(clippy::print_stderr, reason = "a failure is repeated by its seed")]
 fn exercise(scratch: &Scratch, file: &Path) -> Vec<u8> {
     let model = scratch.path("model");
-    let seed = number("WEIR_SEED", fastrand::u64(..1 << 32));
+    let seed = env_number("WEIR_SEED", fastrand::u64(..1 << 32));
     eprintln!("WEIR_SEED={seed}");
-    let mut left = number("WEIR_FSX_OPERATIONS", 2500);
+    let mut left = env_number("WEIR_FSX_OPERATIONS", 2500);
     for part in 0.. {
         let operations = left.min(SLICE);
         TestClient::new("python3")

@@ -52,6 +52,11 @@ pub(crate) const MIB: u64 = 1 << 20;
 /// Time after which a wait has failed; the tests never assert how long a wait took.
 pub(crate) const DEADLINE: Duration = Duration::from_secs(300);
 
+/// The number in an environment variable that changes the amount of a test.
+pub(crate) fn env_number(name: &str, otherwise: u64) -> u64 {
+    std::env::var(name).ok().and_then(|text| text.parse().ok()).unwrap_or(otherwise)
+}
+
 /// Sleeps between two polls of a source without notifications. Polling without a pause would take
 /// CPU time from the process that the test waits for.
 pub(crate) fn pause() {

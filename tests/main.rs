@@ -59,6 +59,7 @@ mod image_options;
 mod image_qemu_img_pitfalls;
 mod image_soak;
 mod imitated_devices;
+mod job_histories;
 mod latency_target;
 mod libnbd;
 mod limits;
